@@ -1,0 +1,1 @@
+"""What can be measured about this project: each module has ``run()``, which returns numbers by name and unit."""

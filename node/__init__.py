@@ -1,0 +1,1 @@
+"""The daemon: command line, life of a node, training, metrics and HTTP."""

@@ -1,0 +1,481 @@
+"""One step's averaging with the siblings of this node's stage: all of them commit, or none.
+
+Three phases. *Join*: siblings announce the same set of members. *Parts*: each member owns a
+slice, gets everyone's gradient sums of it and answers with the mean (a butterfly). *Commit*:
+members compare the digest of the whole aggregate. Whoever misses a phase asks a member that
+has committed for the aggregate; whoever dies costs the others one more attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from node.rounds import (
+    Announcement,
+    Members,
+    aggregate_digest,
+    agreed,
+    majority_digest,
+    next_attempt,
+    reduce_slice,
+    settle_members,
+    slice_bounds,
+)
+from protocol.errors import LocalError, MessageError, RefusedError, RemoteError, SentinelError
+from protocol.fields import decode, encode
+from protocol.messages import (
+    Aggregate,
+    AggregateAnswer,
+    Method,
+    Part,
+    RoundAnswer,
+    RoundCommit,
+    RoundJoin,
+)
+from protocol.tensors import WireDtype, decode_tensor, encode_tensor
+from protocol.transports.base import Request, Response, Route
+from protocol.transports.sessions import Transport
+
+
+class OutOfSyncError(LocalError):
+    """This node's parameters are not those of its siblings; it has to fetch their state."""
+
+
+log = logging.getLogger(__name__)
+
+MAX_LOGGED_BYTES = 64 << 20
+"""Committed aggregates kept for siblings that missed a commit or are catching up."""
+MAX_LOGGED_STEPS = 16
+CONTROL_SECONDS = 5.0
+MAX_ATTEMPTS = 8
+
+RoundKey = tuple[int, int, Members]
+
+
+@dataclass(slots=True)
+class Gathering:
+    """The slice that this node owns in one attempt: parts as they arrive, then the mean."""
+
+    parts: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    reduced: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """An aggregate that the stage has agreed on. ``mean`` is float32 [parameters]."""
+
+    step: int
+    mean: torch.Tensor
+    digest: bytes
+    microbatches: int
+    present: int = 0
+    """The step that the sibling was in that gave this aggregate; 0 where it was made here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What this node brings: its gradient sum, float32 [parameters], and how many microbatches it is of."""
+
+    step: int
+    gradient: torch.Tensor
+    microbatches: int
+    parameters: bytes
+
+
+class Averager:
+    """The averaging of one node, step after step."""
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        transport: Transport,
+        parameters: int,
+        siblings: Callable[[int], list[str]],
+        is_sibling: Callable[[str], bool],
+        wait_until: Callable[[Callable[[], bool], float | None], Awaitable[bool]],
+        notify: Callable[[], None],
+        on_stalled: Callable[[str], None],
+        hop_seconds: float,
+    ) -> None:
+        """``siblings(step)`` lists live siblings, without this node, that take part in a step;
+        ``is_sibling`` tells whether a peer holds a claim on this stage at all."""
+        self._me = me
+        self._transport = transport
+        self._length = parameters
+        self._siblings = siblings
+        self._wait_until = wait_until
+        self._notify = notify
+        self._on_stalled = on_stalled
+        self._hop_seconds = hop_seconds
+        self._announced: dict[int, dict[str, Announcement]] = {}
+        self._commits: dict[tuple[int, int], dict[str, bytes]] = {}
+        self._gatherings: dict[RoundKey, Gathering] = {}
+        self._log: OrderedDict[int, Committed] = OrderedDict()
+        self._step = -1
+        self.rounds_failed = 0
+        body_limit = 4 * (parameters + 1)
+        transport.serve(Method.ROUND_JOIN, Route(handler=self._serve_join, admits=is_sibling))
+        transport.serve(Method.ROUND_COMMIT, Route(handler=self._serve_commit, admits=is_sibling))
+        transport.serve(
+            Method.PART, Route(handler=self._serve_part, body_limit=body_limit, admits=is_sibling)
+        )
+        transport.serve(Method.AGGREGATE, Route(handler=self._serve_aggregate, admits=is_sibling))
+
+    def stand_at(self, step: int) -> None:
+        """Take part in the averaging of this step next."""
+        self._step = step
+
+    def remember(self, committed: Committed) -> None:
+        """Keep a committed aggregate for those who ask for it later."""
+        self._log[committed.step] = committed
+        size = sum(entry.mean.nbytes for entry in self._log.values())
+        while len(self._log) > 1 and (len(self._log) > MAX_LOGGED_STEPS or size > MAX_LOGGED_BYTES):
+            _, oldest = self._log.popitem(last=False)
+            size -= oldest.mean.nbytes
+        for step in [step for step in self._announced if step <= committed.step]:
+            del self._announced[step]
+        for key in [key for key in self._commits if key[0] <= committed.step]:
+            del self._commits[key]
+        for gathering_key in [key for key in self._gatherings if key[0] <= committed.step]:
+            del self._gatherings[gathering_key]
+        self._notify()
+
+    # the round -----------------------------------------------------------------------
+
+    async def run(self, contribution: Contribution) -> Committed:
+        """Average one step with the live siblings and return what the stage agreed on.
+
+        Raises:
+            LocalError: no agreement after many attempts.
+        """
+        step = contribution.step
+        self._step = step
+        attempt = 0
+        for _ in range(MAX_ATTEMPTS):
+            joined = await self._join(contribution, attempt)
+            if isinstance(joined, Committed):
+                return joined
+            members, attempt = joined
+            try:
+                mean, microbatches = await self._exchange(contribution, members, attempt)
+                committed = await self._commit(step, attempt, members, mean, microbatches)
+            except SentinelError as error:
+                log.warning("averaging of step %d, attempt %d failed, trying again: %s", step, attempt, error)
+                committed = None
+            if committed is not None:
+                return committed
+            self.rounds_failed += 1
+            attempt += 1
+        raise LocalError(f"the siblings could not agree on step {step} in {MAX_ATTEMPTS} attempts; restart the node")
+
+    async def _join(self, contribution: Contribution, attempt: int) -> tuple[Members, int] | Committed:
+        step = contribution.step
+        announced = self._announced.setdefault(step, {})
+        dropped: set[str] = set()
+        members = self._live_members(step, dropped)
+        settle_after = self._hop_seconds / 4
+        while True:
+            if len(members) == 1:
+                return members, attempt
+            mine = Announcement(
+                members=members,
+                attempt=attempt,
+                microbatches=contribution.microbatches,
+                parameters=contribution.parameters,
+            )
+            committed = await self._announce(step, mine)
+            if committed is not None:
+                return committed
+
+            def ready(mine: Announcement = mine) -> bool:
+                return (
+                    agreed(self._me, mine, announced)
+                    or self._live_members(step, dropped) != mine.members
+                    or next_attempt(mine.attempt, announced, mine.members) != mine.attempt
+                )
+
+            self._check_agreement(mine, announced, dropped)
+            in_time = await self._wait_until(ready, settle_after)
+            if agreed(self._me, mine, announced):
+                return members, attempt
+            attempt = next_attempt(attempt, announced, members)
+            live = self._live_members(step, dropped)
+            if live != members:
+                members = live
+            elif not in_time:
+                silent = [peer for peer in members if peer != self._me and peer not in announced]
+                if silent:
+                    settle_after *= 2
+                    if settle_after > 4 * self._hop_seconds:
+                        for peer in silent:
+                            self._on_stalled(peer)
+                        dropped.update(silent)
+                        members = self._live_members(step, dropped)
+                else:
+                    members = settle_members(self._me, members, announced)
+
+    def _check_agreement(
+        self, mine: Announcement, announced: dict[str, Announcement], dropped: set[str]
+    ) -> None:
+        """Only equal parameters may be averaged: leave out siblings that differ, or be left out.
+
+        Raises:
+            OutOfSyncError: this node is the one that differs.
+        """
+        digests = {peer: entry.parameters for peer, entry in announced.items() if peer not in dropped}
+        digests[self._me] = mine.parameters
+        if len(set(digests.values())) == 1:
+            return
+        # Without a majority (two siblings) the smaller digest stays: arbitrary, but the same for both.
+        standing = majority_digest(digests) or min(digests.values())
+        if standing != mine.parameters:
+            raise OutOfSyncError("this node's parameters differ from its siblings'; fetching theirs")
+        dropped.update(peer for peer, digest in digests.items() if digest != standing)
+
+    def _live_members(self, step: int, dropped: set[str]) -> Members:
+        return tuple(sorted({self._me, *(peer for peer in self._siblings(step) if peer not in dropped)}))
+
+    async def _announce(self, step: int, mine: Announcement) -> Committed | None:
+        message = RoundJoin(
+            step=step,
+            attempt=mine.attempt,
+            members=mine.members,
+            microbatches=mine.microbatches,
+            parameters=mine.parameters,
+        )
+
+        async def tell(peer: str) -> bytes | None:
+            try:
+                response = await self._transport.call(peer, Method.ROUND_JOIN, message, timeout=CONTROL_SECONDS)
+                answer = decode(RoundAnswer, response.head)
+            except SentinelError as error:
+                log.debug("sibling %s did not take the announcement: %s", peer[-8:], error)
+                return None
+            return answer.digest if answer.committed else None
+
+        peers = [peer for peer in mine.members if peer != self._me]
+        digests = [digest for digest in await asyncio.gather(*map(tell, peers)) if digest]
+        if not digests:
+            return None
+        return await self.fetch(step, peers, want=digests[0])
+
+    async def _exchange(
+        self, contribution: Contribution, members: Members, attempt: int
+    ) -> tuple[torch.Tensor, int]:
+        """The butterfly: returns the mean over all members' microbatches, and how many they are."""
+        bounds = slice_bounds(self._length, len(members))
+        step = contribution.step
+        own_index = members.index(self._me)
+        key = (step, attempt, members)
+        gathering = self._gathering(key)
+        start, end = bounds[own_index]
+        self._add_part(gathering, self._me, contribution.gradient[start:end], contribution.microbatches)
+        mean = torch.empty(self._length)
+        message = Part(
+            step=step, attempt=attempt, members=members, microbatches=contribution.microbatches
+        )
+
+        async def trade(index: int) -> None:
+            low, high = bounds[index]
+            if index == own_index:
+                mean[low:high] = await self._reduced(key, gathering)
+                return
+            response = await self._transport.call(
+                members[index],
+                Method.PART,
+                message,
+                encode_tensor(contribution.gradient[low:high], WireDtype.FP32),
+                timeout=2 * self._hop_seconds,
+                reply_limit=4 * (high - low),
+            )
+            mean[low:high] = _flat(response.data, high - low)
+
+        results = await asyncio.gather(*map(trade, range(len(members))), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        announced = self._announced[step]
+        others = sum(announced[peer].microbatches for peer in members if peer != self._me)
+        return mean, others + contribution.microbatches
+
+    async def _commit(
+        self, step: int, attempt: int, members: Members, mean: torch.Tensor, microbatches: int
+    ) -> Committed | None:
+        digest = aggregate_digest(encode_tensor(mean, WireDtype.FP32)[0], microbatches)
+        mine = Committed(step=step, mean=mean, digest=digest, microbatches=microbatches)
+        others = [peer for peer in members if peer != self._me]
+        if not others:
+            return mine
+        commits = self._commits.setdefault((step, attempt), {})
+        commits[self._me] = digest
+        message = RoundCommit(step=step, attempt=attempt, digest=digest)
+
+        async def tell(peer: str) -> None:
+            try:
+                response = await self._transport.call(peer, Method.ROUND_COMMIT, message, timeout=CONTROL_SECONDS)
+                answer = decode(RoundAnswer, response.head)
+                if answer.committed:
+                    commits[peer] = answer.digest
+            except SentinelError as error:
+                log.debug("sibling %s did not take the commit: %s", peer[-8:], error)
+
+        await asyncio.gather(*map(tell, others))
+        live = set(self._siblings(step))
+        await self._wait_until(
+            lambda: all(peer in commits or peer not in self._siblings(step) for peer in others),
+            self._hop_seconds,
+        )
+        if any(peer not in commits for peer in others):
+            missing = [peer[-8:] for peer in others if peer not in commits]
+            log.warning("no commit of step %d from %s (live: %d)", step, ", ".join(missing), len(live))
+            return None
+        if len(set(commits.values())) == 1:
+            return mine
+        best = majority_digest(commits)
+        if best is None:
+            log.warning("siblings hold different aggregates of step %d and none has a majority", step)
+            return None
+        if best == digest:
+            return mine
+        return await self.fetch(step, [peer for peer in others if commits[peer] == best], want=best)
+
+    # catching up ---------------------------------------------------------------------
+
+    async def fetch(self, step: int, peers: list[str], *, want: bytes | None = None) -> Committed:
+        """Get the committed aggregate of a step from a sibling that has it.
+
+        Raises:
+            LocalError: nobody gave one with the wanted digest.
+        """
+        last = "nobody to ask"
+        for peer in peers:
+            try:
+                response = await self._transport.call(
+                    peer,
+                    Method.AGGREGATE,
+                    Aggregate(step=step),
+                    timeout=3 * self._hop_seconds,
+                    reply_limit=4 * self._length,
+                )
+                answer = decode(AggregateAnswer, response.head)
+                mean = _flat(response.data, self._length)
+                digest = aggregate_digest(memoryview(response.data), answer.microbatches)
+                if digest != answer.digest or (want is not None and digest != want):
+                    raise MessageError("the aggregate does not match its digest", kind="digest")
+            except SentinelError as error:
+                last = str(error)
+                continue
+            return Committed(
+                step=step, mean=mean, digest=digest, microbatches=answer.microbatches, present=answer.present
+            )
+        raise LocalError(f"the aggregate of step {step} could not be fetched from a sibling: {last}")
+
+    # answering -----------------------------------------------------------------------
+
+    async def _serve_join(self, request: Request) -> Response:
+        message = decode(RoundJoin, request.head)
+        committed = self._log.get(message.step)
+        if committed is not None:
+            return Response(head=encode(RoundAnswer(committed=True, digest=committed.digest)))
+        self._check_step(message.step)
+        self._announced.setdefault(message.step, {})[request.peer] = Announcement(
+            members=message.members,
+            attempt=message.attempt,
+            microbatches=message.microbatches,
+            parameters=message.parameters,
+        )
+        self._notify()
+        return Response(head=encode(RoundAnswer(committed=False)))
+
+    async def _serve_commit(self, request: Request) -> Response:
+        message = decode(RoundCommit, request.head)
+        committed = self._log.get(message.step)
+        if committed is not None:
+            return Response(head=encode(RoundAnswer(committed=True, digest=committed.digest)))
+        self._check_step(message.step)
+        self._commits.setdefault((message.step, message.attempt), {})[request.peer] = message.digest
+        self._notify()
+        return Response(head=encode(RoundAnswer(committed=False)))
+
+    async def _serve_part(self, request: Request) -> Response:
+        message = decode(Part, request.head)
+        self._check_step(message.step)
+        if self._me not in message.members or request.peer not in message.members:
+            raise MessageError("a part came for a round without its sender or receiver", kind="round")
+        bounds = slice_bounds(self._length, len(message.members))
+        start, end = bounds[message.members.index(self._me)]
+        key = (message.step, message.attempt, message.members)
+        gathering = self._gathering(key)
+        if request.peer in gathering.parts:
+            raise MessageError("a part came twice", kind="repeated")
+        self._add_part(gathering, request.peer, _flat(request.body, end - start), message.microbatches)
+        reduced = await self._reduced(key, gathering)
+        return Response(body=encode_tensor(reduced, WireDtype.FP32))
+
+    async def _serve_aggregate(self, request: Request) -> Response:
+        message = decode(Aggregate, request.head)
+        if message.step not in self._log and message.step < self._step:
+            raise RefusedError(f"step {message.step} is no longer in the log", kind="too_old")
+        await self._wait_until(lambda: message.step in self._log, 2 * self._hop_seconds)
+        committed = self._log.get(message.step)
+        if committed is None:
+            raise RefusedError(f"step {message.step} is not committed yet", kind="not_yet")
+        return Response(
+            head=encode(
+                AggregateAnswer(
+                    digest=committed.digest, microbatches=committed.microbatches, present=max(0, self._step)
+                )
+            ),
+            body=encode_tensor(committed.mean, WireDtype.FP32),
+        )
+
+    def _check_step(self, step: int) -> None:
+        """Only the present step and the next one may be prepared; the rest would fill the memory."""
+        if not self._step <= step <= self._step + 1:
+            raise RefusedError(f"step {step} is not the present one ({self._step})", kind="wrong_step")
+
+    def _gathering(self, key: RoundKey) -> Gathering:
+        gathering = self._gatherings.get(key)
+        if gathering is None:
+            if len(self._gatherings) >= 4 * MAX_ATTEMPTS:
+                raise RefusedError("too many rounds are open", kind="busy")
+            gathering = self._gatherings[key] = Gathering()
+        return gathering
+
+    def _add_part(self, gathering: Gathering, peer: str, part: torch.Tensor, microbatches: int) -> None:
+        if not torch.isfinite(part).all():
+            raise RemoteError(f"the part of sibling {peer[-8:]} holds values that are not finite", kind="non_finite")
+        gathering.parts[peer] = (part, microbatches)
+        self._notify()
+
+    async def _reduced(self, key: RoundKey, gathering: Gathering) -> torch.Tensor:
+        members = key[2]
+        complete = await self._wait_until(
+            lambda: all(member in gathering.parts for member in members), self._hop_seconds
+        )
+        if not complete:
+            missing = [peer[-8:] for peer in members if peer not in gathering.parts]
+            raise RefusedError(f"no part came from {', '.join(missing)}", kind="incomplete")
+        if gathering.reduced is None:
+            gathering.reduced = reduce_slice(
+                [gathering.parts[member][0] for member in members],
+                [gathering.parts[member][1] for member in members],
+            )
+        return gathering.reduced
+
+
+def _flat(body: object, length: int) -> torch.Tensor:
+    return decode_tensor(
+        body,  # type: ignore[arg-type]
+        dtype=WireDtype.FP32.value,
+        shape=(length,),
+        expected_dtype=WireDtype.FP32,
+        expected_shape=(length,),
+    )

@@ -1,0 +1,282 @@
+"""The ``sentinel`` command. Parses, and hands over; heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from protocol.errors import InviteError, ManifestError, SentinelError, UsageError
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+def _option(*names: str, **keywords: Any) -> Callable[[Any], Any]:
+    return click.option(*names, show_default=keywords.pop("show_default", True), **keywords)
+
+
+def node_options(command: Any) -> Any:
+    """Options that every long-running node takes."""
+    for option in reversed(
+        (
+            _option("--state-dir", envvar="SENTINEL_STATE_DIR", type=click.Path(path_type=Path), show_default=False,
+                    help="Folder for identity and state [default: the platform's data folder]."),
+            _option("--host", envvar="SENTINEL_HOST", default="0.0.0.0", help="Address to listen on for peers."),
+            _option("--port", envvar="SENTINEL_PORT", type=click.IntRange(0, 65535), default=0,
+                    help="TCP port for peers; 0 chooses a free one."),
+            _option("--announce", envvar="SENTINEL_ANNOUNCE", multiple=True, show_default=False,
+                    help="Multiaddr (/ip4/…/tcp/…) to announce instead of the listening ones; may be repeated."),
+            _option("--reach/--no-reach", default=True, help="Use NAT port mapping and relays."),
+            _option("--http-host", envvar="SENTINEL_HTTP_HOST", default="127.0.0.1",
+                    help="Address for metrics and status."),
+            _option("--http-port", envvar="SENTINEL_HTTP_PORT", type=click.IntRange(0, 65535), default=0,
+                    help="TCP port for metrics and status; 0 chooses a free one."),
+            _option("--label", envvar="SENTINEL_LABEL", default="", show_default=False,
+                    help="A name for this node that people see."),
+            _option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to log."),
+            _option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
+                    help="How much to log."),
+            click.option("--ready-fd", type=click.IntRange(3), hidden=True),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(package_name="sentinel-swarm", prog_name="sentinel", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Train one language model together with strangers, some of whom cheat.
+
+    \b
+    Try it:       sentinel demo
+    Start one:    sentinel init && sentinel coordinate
+    Take part:    sentinel join INVITE
+    """
+
+
+@cli.command()
+@_option("--stages", type=click.IntRange(2, 16), default=3, help="Pipeline stages.")
+@_option("--replicas", type=click.IntRange(1, 16), default=2, help="Honest replicas of each stage.")
+@_option("--steps", type=click.IntRange(1, 100000), default=60, help="Training steps.")
+@_option("--drill", "drills", multiple=True, metavar="ATTACK:STAGE", show_default=False,
+         help="An extra node of STAGE that attacks; may be repeated. [default: sign-flip in the middle stage]")
+@_option("--no-drill", is_flag=True, help="No attacker at all.")
+@_option("--drill-from", type=click.IntRange(0), default=20, help="Step at which attacks begin.")
+@_option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), show_default=False,
+         help="Write the result to this file.")
+@_option("--keep", is_flag=True, help="Keep the nodes' state folders and logs.")
+@_option("--plain", is_flag=True, help="Lines instead of a live view.")
+def demo(**options: Any) -> None:
+    """Run a real swarm on this machine, with a cheating node that gets thrown out.
+
+    Starts a coordinator and node processes that talk over encrypted loopback streams, shows
+    what happens, and cleans up after itself. Exits 0 only if every step was trained, the
+    loss fell, every attacker was ejected and no honest node was.
+
+    \b
+    Example:  sentinel demo --steps 30 --drill random:1 --json result.json
+    """
+    from node.demo import DemoOptions, run_demo
+
+    if options.pop("no_drill"):
+        options["drills"] = None
+    raise SystemExit(run_demo(DemoOptions(**options)))
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False), default=Path("swarm.toml"))
+@_option("--name", default="my-swarm", help="The swarm's name.")
+@_option("--stages", type=click.IntRange(1, 128), default=3, help="Pipeline stages.")
+@_option("--layers", type=click.IntRange(1, 512), default=6, help="Layers of the model.")
+@_option("--width", type=click.IntRange(2, 65536), default=128, help="Width of the model.")
+@_option("--heads", type=click.IntRange(1, 1024), default=4, help="Attention heads.")
+@_option("--kv-heads", type=click.IntRange(1, 1024), default=2, help="Key/value heads.")
+@_option("--steps", type=click.IntRange(0), default=0, help="Training steps; 0 has no end.")
+@_option("--data", default="stdlib", help="stdlib, or file:PATH.")
+@_option("--min-replicas", type=click.IntRange(1, 256), default=1, help="Replicas of each stage before the start.")
+@_option("--allow-drills", is_flag=True, help="Let nodes join as attackers for practice.")
+@_option("--force", is_flag=True, help="Overwrite the file.")
+def init(path: Path, force: bool, **choices: Any) -> None:
+    """Write a commented swarm.toml, the manifest of a new swarm.
+
+    \b
+    Example:  sentinel init --name tiny --stages 3 --layers 6
+    """
+    from node.initialise import describe, new_manifest
+
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists already; use --force to overwrite it, or name another file")
+    manifest, text = new_manifest(**choices)
+    path.write_text(text, encoding="utf-8")
+    click.echo(f"wrote {path}")
+    click.echo(describe(manifest))
+    click.echo(f"next: edit it if you like, then run: sentinel coordinate {path}")
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False), default=Path("swarm.toml"))
+@node_options
+def coordinate(path: Path, **options: Any) -> None:
+    """Start a swarm from its manifest, and print the invite for volunteers.
+
+    The coordinator trains nothing; once nodes have joined, training goes on without it.
+
+    \b
+    Example:  sentinel coordinate swarm.toml --port 31330
+    """
+    from protocol.manifest import Manifest
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ManifestError(f"cannot read {path}: {reason}; write one with: sentinel init {path}") from None
+    _run_node(manifest=Manifest.from_toml(text), **options)
+
+
+@cli.command()
+@click.argument("invite", required=False, envvar="SENTINEL_INVITE")
+@node_options
+@_option("--stage", type=click.IntRange(0, 127), show_default=False,
+         help="Claim this stage [default: the one that needs a node most].")
+@_option("--device", envvar="SENTINEL_DEVICE", default="auto", help="auto, cpu, cuda or cuda:N.")
+@_option("--threads", envvar="SENTINEL_THREADS", type=click.IntRange(0, 1024), default=0,
+         help="Compute threads; 0 lets torch choose.")
+@_option("--drill", default="", metavar="ATTACK", show_default=False,
+         help="Attack the swarm on purpose, where its manifest allows drills: constant, random, scale, "
+         "sign-flip, random-sign, delay, bias or noise, also with gradient- or both- before it.")
+@_option("--drill-from", type=click.IntRange(0), default=0, help="Step at which the attack begins.")
+@_option("--exit-when-done", is_flag=True, help="Leave after the last step instead of holding the model.")
+def join(invite: str | None, **options: Any) -> None:
+    """Join a swarm with an invite, and train.
+
+    INVITE is the line that the coordinator printed (or set SENTINEL_INVITE). Ctrl-C leaves
+    politely; a second Ctrl-C leaves at once.
+
+    \b
+    Example:  sentinel join sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID
+    """
+    from protocol.invite import parse_invite
+
+    if not invite:
+        raise InviteError("an invite is needed: sentinel join INVITE, or set SENTINEL_INVITE")
+    _run_node(invite=parse_invite(invite), **options)
+
+
+def _run_node(**options: Any) -> None:
+    from node.run import run_node
+
+    state_dir = options.pop("state_dir")
+    run_node(
+        state_dir=state_dir,
+        log_format=options.pop("log_format"),
+        log_level=options.pop("log_level"),
+        **{name: tuple(value) if name == "announce" else value for name, value in options.items()},
+    )
+
+
+@cli.command()
+@click.argument("invite", required=False, envvar="SENTINEL_INVITE")
+@_option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_option("--timeout", "seconds", type=click.FloatRange(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
+def status(invite: str | None, as_json: bool, seconds: float) -> None:
+    """Show a swarm: stages, replicas, steps, loss, accusations.
+
+    \b
+    Example:  sentinel status sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID
+    """
+    from node.swarm_status import look, render
+    from protocol.invite import parse_invite
+
+    if not invite:
+        raise InviteError("an invite is needed: sentinel status INVITE, or set SENTINEL_INVITE")
+    found = look(parse_invite(invite), seconds=seconds)
+    click.echo(json.dumps(found, indent=2) if as_json else render(found))
+
+
+@cli.group()
+def identity() -> None:
+    """Show, export or import this machine's node identity."""
+
+
+def _state_option(command: Any) -> Any:
+    return _option("--state-dir", envvar="SENTINEL_STATE_DIR", type=click.Path(path_type=Path), show_default=False,
+                   help="Folder for identity and state [default: the platform's data folder].")(command)
+
+
+@identity.command("show")
+@_state_option
+def identity_show(state_dir: Path | None) -> None:
+    """Print the peer id and where its key is.
+
+    \b
+    Example:  sentinel identity show
+    """
+    from node.state_folder import StateFolder
+    from protocol.identity import Identity
+
+    path = StateFolder.resolve(state_dir) / "identity.key"
+    click.echo(f"{Identity.load(path).peer_id}  {path}")
+
+
+@identity.command("export")
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+@_state_option
+def identity_export(path: Path, state_dir: Path | None) -> None:
+    """Copy the key to a file that only you can read. Whoever has it is this node.
+
+    \b
+    Example:  sentinel identity export backup.key
+    """
+    from node.state_folder import StateFolder
+    from protocol.identity import Identity
+
+    found = Identity.load(StateFolder.resolve(state_dir) / "identity.key")
+    found.save(path)
+    click.echo(f"exported {found.peer_id} to {path}; keep it secret")
+
+
+@identity.command("import")
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@_state_option
+def identity_import(path: Path, state_dir: Path | None) -> None:
+    """Use an exported key on this machine; refuses to replace one.
+
+    \b
+    Example:  sentinel identity import backup.key
+    """
+    from node.state_folder import StateFolder
+    from protocol.identity import Identity
+
+    found = Identity.load(path)
+    target = StateFolder.resolve(state_dir) / "identity.key"
+    found.save(target)
+    click.echo(f"imported {found.peer_id} to {target}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code. Errors are one line on stderr."""
+    try:
+        result = cli.main(args=arguments, prog_name="sentinel", standalone_mode=False)
+    except click.exceptions.Abort:
+        return 130
+    except click.ClickException as error:
+        print(f"sentinel: {' '.join(error.format_message().split())}", file=sys.stderr)
+        return error.exit_code
+    except SentinelError as error:
+        print(f"sentinel: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else 1
+    return result if isinstance(result, int) else 0

@@ -1,0 +1,618 @@
+"""The daemon: wires the parts of a node together and takes it through its life.
+
+preflight -> bootstrapping -> claiming -> waiting -> (syncing -> probation ->) training -> draining.
+A coordinator stops after bootstrapping: it serves manifest, view and DHT, and trains nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from node.boundary import Boundary
+from node.data import open_source
+from node.device import autocast_dtype, available_memory_bytes, choose_device
+from node.drill import Drill, DrillPlan, parse_drill
+from node.forming import Applicant, Forming
+from node.guard import Guard
+from node.http import HttpServer
+from node.membership import Membership, Timing
+from node.metrics import Metrics
+from node.model import StageModule
+from node.network import Network
+from node.optimizer import StepOptimizer
+from node.pipeline import Pipeline
+from node.settings import NodeSettings
+from node.stage import StageRunner
+from node.state_folder import StateFolder
+from node.status import build_status
+from node.telemetry import Telemetry
+from node.tokenizer import load_tokenizer
+from node.trainer import Trainer
+from node.version import AGENT
+from node.worker import ComputeWorker
+from protocol.errors import (
+    DataSourceError,
+    EjectedError,
+    LocalError,
+    PreflightError,
+    SentinelError,
+    SettingsError,
+)
+from protocol.fields import encode
+from protocol.identity import Identity
+from protocol.invite import Invite
+from protocol.manifest import Manifest
+from protocol.messages import MAX_RECORDS, Empty, Method, Push
+from protocol.records import Accusation, NodeState, sign_accusation
+from protocol.transports.base import Request, Response, Route
+from protocol.transports.dht import RecordStore
+from protocol.transports.p2pd import DaemonOptions
+
+log = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 25.0
+FAREWELL_SECONDS = 3.0
+MAX_CLOCK_OFFSET_SECONDS = 3.0
+"""hivemind refuses DHT peers whose clock is further away than this."""
+SAMPLE_SECONDS = 2.0
+
+
+class Node:
+    """One node, from start to goodbye. All its parts are its own; many nodes can share a process."""
+
+    def __init__(self, settings: NodeSettings, folder: StateFolder, identity: Identity) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.identity = identity
+        self.manifest: Manifest | None = settings.manifest
+        self.metrics = Metrics()
+        self.telemetry = Telemetry(self.metrics)
+        self.state = NodeState.PREFLIGHT
+        self.reason = ""
+        self.started = time.time()
+        self.invite_line = ""
+        self.http_address: tuple[str, int] | None = None
+        self.membership: Membership | None = None
+        self.guard: Guard | None = None
+        self.trainer: Trainer | None = None
+        self.pipeline: Pipeline | None = None
+        self.drill: Drill | None = None
+        self.finished = False
+        self.stage: int | None = None
+        self.swarm_status: dict[str, dict[str, Any]] = {}
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        self._signals = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._worker: ComputeWorker | None = None
+        self._http = HttpServer(self.metrics, self.status, self._ready, self._alive)
+        manifest, invite = settings.manifest, settings.invite
+        assert manifest is not None or invite is not None
+        swarm_id = manifest.swarm_id if manifest is not None else invite.swarm_id if invite is not None else ""
+        self.swarm = bytes.fromhex(swarm_id)
+        self.network = Network(
+            identity=identity,
+            swarm=self.swarm,
+            daemon_options=DaemonOptions(
+                identity_path=str(folder.identity_path),
+                host=settings.host,
+                port=settings.port,
+                announce=settings.announce,
+                reach=settings.reach,
+            ),
+            agent=AGENT,
+            observer=self.telemetry,
+            on_daemon_exit=self._daemon_died,
+            store=RecordStore(
+                self.swarm,
+                on_reject=self.metrics.record_rejected,
+                on_operation=self.metrics.dht_operation,
+            ),
+        )
+
+    # life ----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Live until the work is done, a signal comes, or something ends it.
+
+        Raises:
+            SentinelError: what ended it; its exit code is the command's.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled, number)
+        life = loop.create_task(self._live())
+        stop = loop.create_task(self._stop.wait())
+        try:
+            ends: set[asyncio.Future[Any]] = {life, stop, self._failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            if life.done():
+                life.result()
+        finally:
+            stop.cancel()
+            await self._leave(life)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def _live(self) -> None:
+        await self._preflight()
+        await self._bootstrap()
+        if self.settings.coordinates:
+            await self._coordinate()
+        else:
+            await self._train()
+
+    async def _preflight(self) -> None:
+        self.set_state(NodeState.PREFLIGHT, "starting")
+        if self.settings.http_port is not None:
+            self.http_address = await self._http.start(self.settings.http_host, self.settings.http_port)
+            self._say(f"metrics and status at http://{self.http_address[0]}:{self.http_address[1]}")
+        await self.network.start()
+        self.metrics.p2pd_up.set(1)
+        self._spawn(self._sample())
+        transport = self.network.transport
+        transport.serve(Method.MANIFEST, Route(handler=self._serve_manifest))
+        transport.serve(Method.VIEW, Route(handler=self._serve_view))
+        transport.serve(Method.STATUS, Route(handler=self._serve_status))
+        self.metrics.identify(peer=self.identity.peer_id, swarm=self.swarm.hex())
+        if not self.settings.coordinates:
+            self._tell_parent()
+
+    def _tell_parent(self) -> None:
+        """Say on the ready descriptor who this node is and where it can be asked."""
+        descriptor = self.settings.ready_fd
+        if descriptor is None:
+            return
+        facts = {"peer": self.identity.peer_id, "http": self.http_address, "invite": self.invite_line}
+        with contextlib.suppress(OSError), os.fdopen(descriptor, "w") as parent:
+            parent.write(json.dumps(facts) + "\n")
+
+    async def _bootstrap(self) -> None:
+        settings = self.settings
+        if settings.coordinates:
+            assert self.manifest is not None
+            invite = Invite(swarm_id=self.manifest.swarm_id, addresses=self.network.addresses)
+            self.invite_line = str(invite)
+            seeds = self.folder.load_peers()
+            self._begin_membership(self.manifest)
+            await self.network.store.start(self.network.daemon.p2p)
+            if seeds:
+                self._spawn(self._rejoin(seeds))
+        else:
+            assert settings.invite is not None
+            seeds = [*settings.invite.addresses, *self.folder.load_peers()]
+            self.set_state(NodeState.BOOTSTRAPPING, "looking for the swarm")
+            seed = await self.network.contact(
+                seeds, lambda why: self.set_state(NodeState.BOOTSTRAPPING, why)
+            )
+            self._check_clock(seed)
+            self.manifest = await self.network.fetch_manifest(seed)
+            self.network.tune(self.manifest)
+            self._check_drill(self.manifest)
+            self._begin_membership(self.manifest)
+            await self.network.join_dht(seed, seeds)
+            assert self.membership is not None
+            self.membership.remember_peer(seed)
+            await self.membership.fetch_view(seed)
+        assert self.membership is not None
+        self.membership.start()
+        await self.membership.refresh()
+
+    async def _rejoin(self, seeds: list[str]) -> None:
+        """A coordinator that starts again looks for the swarm that went on without it."""
+        peer = await self.network.contact(seeds, lambda why: log.info("cached peers: %s", why))
+        await self.network.join_dht(peer, seeds)
+
+    def _begin_membership(self, manifest: Manifest) -> None:
+        self.telemetry.set_tokens_per_microbatch(
+            manifest.training.sequences_per_microbatch * manifest.model.context
+        )
+        self.membership = Membership(
+            identity=self.identity,
+            swarm=self.swarm,
+            num_stages=manifest.num_stages,
+            timing=Timing(lease=manifest.network.lease_seconds, renew=manifest.network.renew_seconds),
+            transport=self.network.transport,
+            store=self.network.store,
+            on_accusation=self._accusation,
+        )
+
+    async def _coordinate(self) -> None:
+        """Serve the swarm; watch its nodes for the console and the metrics."""
+        assert self.membership is not None
+        self.set_state(NodeState.WAITING, "coordinating")
+        self._say(f"invite: {self.invite_line}")
+        self._tell_parent()
+        while True:
+            await self._poll_nodes()
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    async def _poll_nodes(self) -> None:
+        assert self.membership is not None
+        transport = self.network.transport
+
+        async def ask(peer: str) -> None:
+            try:
+                self.swarm_status[peer] = await fetch_status(transport, peer)
+            except SentinelError as error:
+                self.swarm_status.setdefault(peer, {})["unreachable"] = str(error)
+
+        live = list(self.membership.view.claims)
+        await asyncio.gather(*map(ask, live[:64]))
+        losses = [entry["loss"] for entry in self.swarm_status.values() if entry.get("loss") is not None]
+        steps = [entry["step"] for entry in self.swarm_status.values() if "step" in entry]
+        if losses and steps:
+            self.metrics.loss.set(sorted(losses)[len(losses) // 2])
+            self.metrics.step.set(max(steps))
+        self.folder.save_peers(self._peer_addresses())
+
+    async def _train(self) -> None:
+        manifest, membership = self.manifest, self.membership
+        assert manifest is not None and membership is not None
+        device = choose_device(self.settings.device)
+        self.guard = Guard(
+            me=self.identity.peer_id,
+            manifest=manifest,
+            view=membership.view,
+            telemetry=self.telemetry,
+            accuse=self._accuse,
+            on_ejected=self._ejected,
+            notify=membership.notify,
+            seed=int.from_bytes(os.urandom(4), "big"),
+        )
+        self.guard.consider(self.identity.peer_id)
+        self._raise_if_ejected()
+        forming = Forming(
+            manifest=manifest,
+            membership=membership,
+            applicant=Applicant(
+                addresses=self.network.addresses,
+                capacity=1.0,
+                generation=int(self.started * 1e6),
+                label=self.settings.label,
+                agent=AGENT,
+                drill=self.drill.plan.name if self.drill is not None else "",
+                memory_bytes=available_memory_bytes(device),
+                pinned=self.settings.stage,
+            ),
+            excluded=self.guard.excluded,
+            set_state=self.set_state,
+            rng=random.Random(),
+        )
+        self.stage = stage = await forming.claim()
+        self._say(f"holding stage {stage} of {manifest.num_stages} in swarm {manifest.name!r}")
+        self.stage = stage = await forming.wait_for_start(stage)
+        trainer = await self._build_trainer(stage, device)
+        membership.forming = False
+        await trainer.run()
+        await self._finish()
+
+    async def _build_trainer(self, stage: int, device: Any) -> Trainer:
+        manifest, membership, guard = self.manifest, self.membership, self.guard
+        assert manifest is not None and membership is not None and guard is not None
+        self.metrics.identify(peer=self.identity.peer_id, swarm=self.swarm.hex(), stage=str(stage))
+        self._worker = worker = ComputeWorker(threads=self.settings.threads)
+        runner = await asyncio.to_thread(
+            lambda: StageRunner(
+                StageModule(manifest.model, manifest.stages.layers_per_stage, stage),
+                device,
+                autocast_dtype(device, manifest.wire),
+            )
+        )
+        data = None
+        if stage == 0:
+            tokenizer = await asyncio.to_thread(
+                load_tokenizer, manifest.data.tokenizer, manifest.data.tokenizer_sha256
+            )
+            data = await asyncio.to_thread(
+                open_source,
+                manifest.data,
+                tokenizer,
+                vocab_size=manifest.model.vocab_size,
+                sequences_per_step=manifest.training.sequences_per_step,
+            )
+        boundary = Boundary(
+            identity=self.identity,
+            manifest=manifest,
+            stage=stage,
+            stage_of=membership.view.stage_of,
+            drill=self.drill,
+        )
+        self.pipeline = Pipeline(
+            identity=self.identity,
+            manifest=manifest,
+            stage=stage,
+            transport=self.network.transport,
+            membership=membership,
+            boundary=boundary,
+            guard=guard,
+            runner=runner,
+            worker=worker,
+            telemetry=self.telemetry,
+        )
+        self.trainer = Trainer(
+            manifest=manifest,
+            stage=stage,
+            transport=self.network.transport,
+            membership=membership,
+            guard=guard,
+            pipeline=self.pipeline,
+            runner=runner,
+            optimizer=StepOptimizer(runner.layout, manifest.training),
+            worker=worker,
+            telemetry=self.telemetry,
+            data=data,
+            set_state=self.set_state,
+        )
+        self._spawn(self._keep_peers())
+        return self.trainer
+
+    async def _finish(self) -> None:
+        assert self.manifest is not None
+        self.finished = True
+        self._say(f"training is complete after {self.manifest.training.steps} steps")
+        if self.settings.exit_when_done:
+            # Siblings that are one message behind still need this node's last aggregate.
+            await self._farewell()
+            return
+        self.set_state(NodeState.TRAINING, "training is complete; holding the model until you stop this node")
+        await self._stop.wait()
+
+    async def _farewell(self) -> None:
+        membership, trainer = self.membership, self.trainer
+        assert membership is not None and trainer is not None
+        await membership.publish()
+        await membership.wait_until(
+            lambda: all(
+                claim.step >= trainer.step or claim.state is NodeState.DRAINING
+                for claim in membership.view.claims.values()
+            ),
+            FAREWELL_SECONDS,
+        )
+
+    async def _leave(self, life: asyncio.Task[None]) -> None:
+        """Drain within a time limit; a second signal cuts it short."""
+        ejected = self.state is NodeState.EJECTED
+        if not ejected:
+            self.set_state(NodeState.DRAINING, "leaving")
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                if self.membership is not None:
+                    await self.membership.release()
+        except TimeoutError:
+            log.warning("the claim could not be released in time; it runs out by itself")
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+        if self.trainer is not None:
+            await self.trainer.close()
+        self._write_summary()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.membership is not None:
+            await self.membership.stop()
+        await self.network.close()
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.close)
+        await self._http.close()
+
+    def _signalled(self, number: int) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            log.warning("second signal: leaving at once")
+            self.network.daemon.kill_now()
+            os._exit(1)
+        self._say("leaving; press Ctrl-C again to leave at once")
+        self._stop.set()
+
+    # what ends a node ----------------------------------------------------------------
+
+    def _fail(self, error: SentinelError) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    def _daemon_died(self, code: int) -> None:
+        self.metrics.p2pd_up.set(0)
+        self._fail(LocalError(f"p2pd ended unexpectedly with code {code}; start the node again"))
+
+    def _accusation(self, accusation: Accusation) -> None:
+        self.metrics.accusations.labels(direction="received").inc()
+        self.telemetry.event(
+            "accusation",
+            accusation.step,
+            peer=accusation.accused,
+            stage=accusation.accused_stage,
+            text=f"accused by {accusation.accuser[-8:]} of stage {accusation.accuser_stage}: {accusation.reason}",
+        )
+        if self.guard is not None:
+            self.guard.consider(accusation.accused)
+
+    def _accuse(self, peer: str, stage: int, reason: str, step: int, evidence: bytes) -> None:
+        assert self.manifest is not None and self.membership is not None
+        membership = self.membership
+        claim = membership.claim
+        if claim is None:
+            return
+        accusation = Accusation(
+            swarm=self.swarm,
+            accuser=self.identity.peer_id,
+            accuser_stage=claim.stage,
+            accused=peer,
+            accused_stage=stage,
+            kind="strikes",
+            reason=reason,
+            step=step,
+            evidence=evidence,
+            expires=time.time() + self.manifest.verifier.ejection_seconds,
+        )
+        self.metrics.accusations.labels(direction="sent").inc()
+        data = sign_accusation(self.identity, accusation)
+        self._spawn(membership.publish_accusation(data, accusation))
+
+    def _ejected(self, peer: str, reason: str, until: float) -> None:
+        if peer != self.identity.peer_id:
+            return
+        self.metrics.ejections.labels(kind="self").inc()
+        self.set_state(NodeState.EJECTED, reason)
+        self._raise_if_ejected(reason, until)
+
+    def _raise_if_ejected(self, reason: str = "", until: float = 0.0) -> None:
+        if self.state is NodeState.EJECTED:
+            ends = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(until)) if until else "later"
+            self._fail(EjectedError(f"the swarm has ejected this node: {reason}; the ejection ends {ends}"))
+
+    # checks --------------------------------------------------------------------------
+
+    def _check_clock(self, seed: str) -> None:
+        offset = self.telemetry.clock_offsets.get(seed, 0.0)
+        if abs(offset) > MAX_CLOCK_OFFSET_SECONDS:
+            side = "behind" if offset > 0 else "ahead of"
+            raise PreflightError(
+                f"this machine's clock is {abs(offset):.1f} s {side} the swarm's; "
+                f"set it (for example by NTP): at most {MAX_CLOCK_OFFSET_SECONDS:.0f} s are allowed"
+            )
+
+    def _check_drill(self, manifest: Manifest) -> None:
+        if not self.settings.drill:
+            return
+        plan: DrillPlan = parse_drill(self.settings.drill, self.settings.drill_from)
+        if not manifest.verifier.allow_drills:
+            raise SettingsError("this swarm's manifest allows no drills (verifier.allow_drills); leave out --drill")
+        self.drill = Drill(plan, seed=self.identity.seed)
+        self.metrics.drill(plan.name)
+        log.warning("DRILL: this node attacks the swarm on purpose (%s from step %d)", plan.name, plan.from_step)
+
+    # what others ask -----------------------------------------------------------------
+
+    async def _serve_manifest(self, request: Request) -> Response:
+        if self.manifest is None:
+            raise LocalError("this node has no manifest yet")
+        return Response(body=(self.manifest.to_bytes(),))
+
+    async def _serve_view(self, request: Request) -> Response:
+        records: list[bytes] = []
+        size = 0
+        for data in self.membership.view.records() if self.membership is not None else ():
+            size += len(data) + 8
+            if len(records) >= MAX_RECORDS or size > 200_000:
+                break
+            records.append(data)
+        return Response(head=encode(Push(records=tuple(records))))
+
+    async def _serve_status(self, request: Request) -> Response:
+        return Response(body=(json.dumps(self.status(brief=True)).encode(),))
+
+    # reporting -----------------------------------------------------------------------
+
+    def set_state(self, state: NodeState, reason: str) -> None:
+        """Enter a state, or say anew why the node is in it: the same words in log, status, metrics, claim."""
+        changed = state is not self.state
+        if changed or reason != self.reason:
+            self.reason = reason
+            if state is not NodeState.TRAINING or changed:
+                self._say(reason, state)
+        if changed:
+            self.state = state
+            self.metrics.set_state(state.value)
+            if self.membership is not None and state not in (NodeState.DRAINING, NodeState.PROBATION):
+                self.membership.update_claim(urgent=True, state=state)
+
+    def _say(self, text: str, state: NodeState | None = None) -> None:
+        log.info("[%s] %s", (state or self.state).value, text)
+
+    def status(self, *, brief: bool = False) -> dict[str, Any]:
+        """What /status and `sentinel status` show."""
+        return build_status(self, brief=brief)
+
+    def _ready(self) -> tuple[bool, str]:
+        ready = self.state is NodeState.TRAINING or (self.settings.coordinates and bool(self.invite_line))
+        return ready, f"{self.state.value}: {self.reason}"
+
+    def _alive(self) -> tuple[bool, str]:
+        if self.network.daemon.pid is None and self.state is not NodeState.PREFLIGHT:
+            return False, "p2pd is down"
+        return True, self.state.value
+
+    def _write_summary(self) -> None:
+        summary = self.status()
+        with contextlib.suppress(OSError):
+            self.folder.write_json("summary.json", summary)
+        counters = self.telemetry.counters
+        if not self.settings.coordinates:
+            self._say(
+                f"contributed {counters.microbatches} microbatches ({counters.tokens} tokens) "
+                f"in {counters.steps} steps over {time.time() - self.started:.0f} s"
+            )
+
+    async def _sample(self) -> None:
+        """Watch the process: memory, files, loop lag, connections."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(SAMPLE_SECONDS)
+            self.metrics.sample_process(
+                lag=max(0.0, time.monotonic() - before - SAMPLE_SECONDS),
+                p2pd_pid=self.network.daemon.pid,
+                peers=len(self.network.transport.connected()),
+            )
+            if self.membership is not None and self.manifest is not None:
+                for stage in range(self.manifest.num_stages):
+                    self.metrics.view_replicas.labels(stage=str(stage)).set(
+                        len(self.membership.view.replicas(stage))
+                    )
+            if self.guard is not None and self.membership is not None:
+                self.metrics.set_trust(
+                    {
+                        (claim.peer, claim.stage): self.guard.ledger.standing(claim.peer).trust
+                        for claim in self.membership.view.claims.values()
+                        if claim.peer != self.identity.peer_id
+                    }
+                )
+
+    async def _keep_peers(self) -> None:
+        """Remember who was there, so that a restart finds the swarm when every seed is gone."""
+        while True:
+            await asyncio.to_thread(self.folder.save_peers, self._peer_addresses())
+            await asyncio.sleep(15)
+
+    def _peer_addresses(self) -> list[str]:
+        claims = self.membership.view.claims.values() if self.membership is not None else ()
+        return [
+            address for claim in claims if claim.peer != self.identity.peer_id for address in claim.addresses
+        ]
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if not isinstance(error, SentinelError):
+                log.error("a background task failed", exc_info=error)
+            self._fail(error if isinstance(error, SentinelError) else LocalError(f"internal failure: {error!r}"))
+
+
+async def fetch_status(transport: Any, peer: str) -> dict[str, Any]:
+    """Ask a peer for its status.
+
+    Raises:
+        SentinelError: it does not answer, or not with a status.
+    """
+    response = await transport.call(peer, Method.STATUS, Empty(), timeout=3.0, reply_limit=1 << 20)
+    try:
+        status = json.loads(bytes(response.data))
+    except ValueError:
+        raise DataSourceError("a peer's status is not JSON") from None
+    return status if isinstance(status, dict) else {}

@@ -1,0 +1,236 @@
+"""The checker of one node: what it thinks of each peer, and what the swarm has decided.
+
+Feeds the pure decisions of ``verifier/``: the boundary checkers judge tensors (in the compute
+thread), the ledger keeps each peer's standing, and accusations make or fail a quorum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from node.boundary import Incoming
+from node.telemetry import Telemetry
+from node.view import View
+from protocol.errors import RefusedError, RemoteError
+from protocol.manifest import Manifest
+from protocol.records import Accusation
+from verifier.config import CheckerConfig
+from verifier.ledger import Ledger, PeerState, StandingChanged
+from verifier.quorum import ejects, neighbouring_stages
+from verifier.sentinel import BoundaryChecker, Judgement
+from verifier.verdicts import Direction, Reason
+
+GUARD_REASONS = {reason.value: reason for reason in Reason}
+"""Kinds of a remote error that are a reason to strike."""
+
+NOT_THEIR_FAULT = frozenset({"wrong_step", "busy", "unfinished", "unknown_peer", "not_started", "not_admitted"})
+"""Refusals without blame. A message for a step that is over, for one, is what a slow link looks like."""
+
+
+class FlaggedError(RefusedError):
+    """The statistics refuse a tensor."""
+
+    default_kind = "flagged"
+
+    def __init__(self, message: str, direction: Direction, reasons: tuple[Reason, ...]) -> None:
+        super().__init__(message)
+        self.direction = direction
+        self.reasons = reasons
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A judged tensor: who sent it, and what is to be learnt from it once its microbatch is complete."""
+
+    sender: str
+    direction: Direction
+    judgement: Judgement | None
+    flag: FlaggedError | None = None
+    """What would have refused the tensor, in observe mode."""
+
+
+def checker_config(manifest: Manifest) -> CheckerConfig:
+    """The checker's settings, as the manifest has them."""
+    settings = manifest.verifier
+    return CheckerConfig(
+        mode=settings.mode,
+        warmup_steps=settings.warmup_steps,
+        ema_activation=settings.ema_activation,
+        ema_gradient=settings.ema_gradient,
+        window=settings.window,
+        minimum_history=settings.minimum_history,
+        fence_multiplier=settings.fence_multiplier,
+        target_false_positive_rate=settings.target_false_positive_rate,
+        strike_limit=settings.strike_limit,
+        strike_decay=settings.strike_decay,
+        ejection_seconds=settings.ejection_seconds,
+        norm_bound=settings.norm_bound,
+        sketch_size=settings.sketch_size,
+    )
+
+
+class Guard:
+    """Standing of peers, judgement of tensors, accusations and ejections."""
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        manifest: Manifest,
+        view: View,
+        telemetry: Telemetry,
+        accuse: Callable[[str, int, str, int, bytes], None],
+        on_ejected: Callable[[str, str, float], None],
+        notify: Callable[[], None],
+        seed: int,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``accuse(peer, its stage, reason, step, evidence)`` publishes an accusation;
+        ``on_ejected(peer, reason, until)`` is told of every ejection, this node's own included."""
+        self._me = me
+        self._num_stages = manifest.num_stages
+        self._view = view
+        self._telemetry = telemetry
+        self._accuse = accuse
+        self._on_ejected = on_ejected
+        self._notify = notify
+        self._wall_clock = wall_clock
+        self._config = checker_config(manifest)
+        self.ledger = Ledger(self._config)
+        self._checkers = {
+            direction: BoundaryChecker(self._config, direction, seed=seed) for direction in Direction
+        }
+        self._evidence: dict[str, list[str]] = {}
+        self._step = 0
+
+    # in the compute thread -----------------------------------------------------------
+
+    def judge(self, incoming: Incoming, *, sender: str, step: int, direction: Direction) -> Judged:
+        """Judge a tensor.
+
+        Raises:
+            FlaggedError: it must not be used.
+        """
+        if self._config.mode == "off":
+            return Judged(sender=sender, direction=direction, judgement=None)
+        judgement = self._checkers[direction].judge(
+            incoming.tensor, step=step, sketch=incoming.sketch, input_sketch=incoming.input_sketch
+        )
+        verdict = judgement.verdict
+        if verdict.accepted:
+            return Judged(sender=sender, direction=direction, judgement=judgement)
+        scores = ", ".join(f"{name} {score:.2f}" for name, score in verdict.scores.items() if score > 1)
+        error = FlaggedError(
+            f"the {direction} of {sender[-8:]} is flagged ({scores} times its fence)",
+            direction,
+            verdict.reasons,
+        )
+        if self.observing:
+            return Judged(sender=sender, direction=direction, judgement=None, flag=error)
+        raise error
+
+    def accept(self, judged: Judged) -> None:
+        """Learn from a tensor whose microbatch is complete."""
+        if judged.judgement is not None:
+            self._checkers[judged.direction].accept(judged.judgement.observation)
+
+    def end_step_checkers(self, step: int) -> None:
+        """Fold what was accepted in this step into the baselines."""
+        for checker in self._checkers.values():
+            checker.end_step(step)
+
+    # in the event loop ---------------------------------------------------------------
+
+    @property
+    def observing(self) -> bool:
+        """Whether verdicts are only reported."""
+        return self._config.mode == "observe"
+
+    def allows(self, peer: str) -> bool:
+        """Whether this node takes work from, or gives work to, a peer."""
+        return self.ledger.allows(peer)
+
+    def excluded(self) -> set[str]:
+        """Peers that this node neither gives work to nor waits for."""
+        return {peer for peer in self._view.claims if not self.ledger.allows(peer)}
+
+    def ejected(self) -> set[str]:
+        """Peers that the swarm has ejected."""
+        return {
+            peer for peer in self._view.claims if self.ledger.standing(peer).state is PeerState.EJECTED
+        }
+
+    def breach(self, peer: str, error: RemoteError, step: int) -> None:
+        """A peer's message was refused: strike it if that was its own doing."""
+        if isinstance(error, FlaggedError):
+            for reason in error.reasons:
+                self._telemetry.flagged(peer, error.direction.value, reason.value)
+            self.strike(peer, error.reasons[0], step, detail=str(error))
+        elif error.kind not in NOT_THEIR_FAULT:
+            self.strike(peer, GUARD_REASONS.get(error.kind, Reason.PROTOCOL), step, detail=str(error))
+
+    def note(self, judged: Judged, step: int) -> None:
+        """Report what would have happened to a tensor, in observe mode."""
+        if judged.flag is not None:
+            self.breach(judged.sender, judged.flag, step)
+
+    def strike(self, peer: str, reason: Reason, step: int, detail: str = "") -> None:
+        """Count an offence; at the limit the peer is quarantined here and accused in the swarm."""
+        self._telemetry.struck(peer, self._view.stage_of(peer), reason.value, step, detail)
+        self._evidence.setdefault(peer, []).append(f"{step} {reason.value} {detail}")
+        self._handle(self.ledger.strike(peer, reason, step=step), step, reason)
+
+    def credit(self, peer: str, step: int) -> None:
+        """Count a microbatch that went well."""
+        self._handle(self.ledger.credit(peer, step=step), step, None)
+
+    def end_step(self, step: int) -> None:
+        """Let strikes leak, and ejections run out."""
+        self._step = step + 1
+        self._handle(self.ledger.end_step(step), step, None)
+        self._handle(self.ledger.expire(self._wall_clock()), step, None)
+
+    def _handle(self, changes: tuple[StandingChanged, ...], step: int, reason: Reason | None) -> None:
+        for change in changes:
+            stage = self._view.stage_of(change.peer)
+            self._telemetry.standing_changed(change, stage, step)
+            if change.after is PeerState.QUARANTINED and reason is not None and stage is not None and not change.would:
+                log = "\n".join(self._evidence.get(change.peer, []))
+                digest = hashlib.sha256(log.encode()).digest()
+                self._accuse(change.peer, stage, reason.value, step, digest)
+            self._notify()
+
+    def consider(self, accused: str) -> None:
+        """Look whether the accusations against a peer make a quorum, and eject it if so."""
+        accusers = self._view.accusers(accused)
+        if not accusers or self.ledger.standing(accused).state is PeerState.EJECTED:
+            return
+        stage = self._view.stage_of(accused)
+        if stage is None:
+            stage = next(iter(accusers.values())).accused_stage
+        near = neighbouring_stages(stage, self._num_stages)
+        neighbours = [
+            claim.peer
+            for place in near
+            for claim in self._view.roster(place, 2**40, without=self.ejected() | {accused})
+        ]
+        if not ejects(accused=accused, accusers=accusers, neighbours=neighbours):
+            return
+        until = max(entry.expires for entry in accusers.values())
+        reason = most_common_reason(list(accusers.values()))
+        if self._config.mode != "enforce":
+            self._telemetry.would_eject(accused, stage, reason)
+            return
+        self._handle(
+            self.ledger.eject(accused, reason=Reason.STRIKES, until=until, now=self._wall_clock()), self._step, None
+        )
+        self._on_ejected(accused, f"{reason} ({len(accusers)} of {len(neighbours)} neighbours)", until)
+
+
+def most_common_reason(accusations: list[Accusation]) -> str:
+    """The reason that most accusers give; among equals the first in the alphabet."""
+    reasons = sorted(entry.reason for entry in accusations)
+    return max(reasons, key=reasons.count)

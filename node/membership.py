@@ -1,0 +1,338 @@
+"""Who is in the swarm, as this node knows it, and what the swarm knows of this node.
+
+Keeps the view up to date from the DHT, from pushes and from connections that end; renews
+and releases this node's own claim; holds control streams to siblings and neighbours, whose
+end is the quickest sign of a death. What the view means is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from node.view import View
+from protocol.errors import RecordError, SentinelError
+from protocol.fields import decode
+from protocol.identity import Identity
+from protocol.messages import Empty, Method, Push
+from protocol.records import (
+    Accusation,
+    Claim,
+    NodeState,
+    Record,
+    accusation_key,
+    claim_key,
+    parse_record,
+    sign_claim,
+)
+from protocol.transports.base import Request, Response, Route
+from protocol.transports.dht import RecordStore
+from protocol.transports.p2p import P2PTransport
+
+log = logging.getLogger(__name__)
+
+PUSH_SECONDS = 5.0
+POLL_FORMING_SECONDS = 1.0
+POLL_SECONDS = 5.0
+REDIAL_SECONDS = 4.0
+TICK_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of a lease and of its renewal, from the manifest."""
+
+    lease: float
+    renew: float
+
+
+class Membership:
+    """The living side of the view."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        swarm: bytes,
+        num_stages: int,
+        timing: Timing,
+        transport: P2PTransport,
+        store: RecordStore,
+        on_accusation: Callable[[Accusation], None],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.view = View(num_stages)
+        self._identity = identity
+        self._swarm = swarm
+        self._timing = timing
+        self._transport = transport
+        self._store = store
+        self._on_accusation = on_accusation
+        self._wall_clock = wall_clock
+        self._claim: Claim | None = None
+        self._changed = asyncio.Event()
+        self._publish_now = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dialling: set[str] = set()
+        self._extra_peers: dict[str, None] = {}
+        self.forming = True
+        """Whether the swarm is still forming: the DHT is then read more often."""
+        transport.on_peer_gone(self._peer_gone)
+        transport.serve(Method.PUSH, Route(handler=self._serve_push))
+
+    @property
+    def claim(self) -> Claim | None:
+        """This node's own claim."""
+        return self._claim
+
+    @property
+    def me(self) -> str:
+        """This node's peer id."""
+        return self._identity.peer_id
+
+    def start(self) -> None:
+        """Begin to poll, renew and connect."""
+        for coroutine in (self._poll_loop(), self._publish_loop(), self._connect_loop(), self._tick_loop()):
+            self._spawn(coroutine)
+
+    async def stop(self) -> None:
+        """Stop; does not release the claim."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # waiting -------------------------------------------------------------------------
+
+    def notify(self) -> None:
+        """Wake everyone who waits for a change."""
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+    async def wait_until(self, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait until the predicate holds, looking whenever anything changes; false on timeout."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not predicate():
+                    await self._changed.wait()
+        except TimeoutError:
+            return predicate()
+        return True
+
+    # this node's claim ---------------------------------------------------------------
+
+    def claim_stage(self, claim: Claim) -> None:
+        """Hold a claim from now on; replaces an earlier one."""
+        self._claim = claim
+        self._sign_and_merge()
+
+    def update_claim(self, *, urgent: bool = False, **changes: object) -> None:
+        """Change fields of the claim; ``urgent`` publishes at once instead of at the next renewal."""
+        if self._claim is None:
+            return
+        self._claim = replace(self._claim, **changes)  # type: ignore[arg-type]
+        self._sign_and_merge()
+        if urgent:
+            self._publish_now.set()
+
+    def _sign_and_merge(self) -> bytes:
+        assert self._claim is not None
+        self._claim = replace(
+            self._claim,
+            sequence=self._claim.sequence + 1,
+            expires=self._wall_clock() + self._timing.lease,
+        )
+        data = sign_claim(self._identity, self._claim)
+        if self.view.merge(self._claim, data, self._wall_clock()):
+            self.notify()
+        return data
+
+    async def publish(self) -> None:
+        """Write the claim to the DHT and push it to every connected peer."""
+        if self._claim is None:
+            return
+        data = self._sign_and_merge()
+        await asyncio.gather(self._store_quietly(data), self.push([data], self._push_targets()))
+
+    async def release(self) -> None:
+        """Give the claim up: others see at once that this node takes no more work."""
+        if self._claim is None:
+            return
+        self._claim = replace(self._claim, state=NodeState.DRAINING)
+        data = self._sign_and_merge()
+        try:
+            async with asyncio.timeout(PUSH_SECONDS):
+                await asyncio.gather(self._store_quietly(data), self.push([data], self._push_targets()))
+        except TimeoutError:
+            log.warning("the claim could not be released everywhere; it ends by itself in %d s", self._timing.lease)
+        self._claim = None
+
+    async def push(self, records: Iterable[bytes], peers: Iterable[str]) -> list[str]:
+        """Send records to peers directly; return those that took them."""
+        message = Push(records=tuple(records))
+        targets = [peer for peer in peers if peer != self.me]
+
+        async def push_one(peer: str) -> bool:
+            try:
+                await self._transport.call(peer, Method.PUSH, message, timeout=PUSH_SECONDS)
+            except SentinelError:
+                return False  # it will read the DHT, or is gone, which its control stream tells
+            return True
+
+        taken = await asyncio.gather(*(push_one(peer) for peer in targets))
+        return [peer for peer, ok in zip(targets, taken, strict=True) if ok]
+
+    async def introduce(self, peer: str) -> bool:
+        """Show this node's claim to a peer that does not know it."""
+        mine = self.view.signed.get(self.me)
+        return mine is not None and bool(await self.push([mine], [peer]))
+
+    async def announce(self) -> None:
+        """Show this node's claim to everyone who has one, and wait until they took it or turned out gone."""
+        mine = self.view.signed.get(self.me)
+        if mine is not None:
+            await self.push([mine], self._push_targets())
+
+    async def publish_accusation(self, data: bytes, accusation: Accusation) -> None:
+        """Write an accusation to the DHT, and push it to everyone concerned, the accused among them."""
+        self.take(accusation, data)
+        await asyncio.gather(
+            self._store_quietly(data), self.push([data], {*self._push_targets(), accusation.accused})
+        )
+
+    def _push_targets(self) -> set[str]:
+        return {*self.view.claims, *self._transport.connected(), *self._extra_peers}
+
+    async def _store_quietly(self, data: bytes) -> None:
+        try:
+            await self._store.store(data)
+        except (SentinelError, OSError) as error:
+            log.warning("a record could not be stored in the DHT, it goes by push only: %s", error)
+
+    # what others say -----------------------------------------------------------------
+
+    def take(self, record: Record, data: bytes) -> bool:
+        """Merge one checked record; true if it was news."""
+        news = self.view.merge(record, data, self._wall_clock())
+        if isinstance(record, Claim):
+            if record.peer != self.me:
+                self._transport.learn(record.peer, record.addresses)
+        elif news:
+            self._on_accusation(record)
+        if news:
+            self.notify()
+        return news
+
+    async def _serve_push(self, request: Request) -> Response:
+        message = decode(Push, request.head)
+        for data in message.records:
+            record = parse_record(data, swarm=self._swarm, now=self._wall_clock())
+            self.take(record, data)
+        return Response()
+
+    def remember_peer(self, peer: str) -> None:
+        """Push to this peer too, though it has no claim (a coordinator)."""
+        self._extra_peers[peer] = None
+
+    async def refresh(self) -> None:
+        """Read the claims of every stage, and the accusations against this node and its neighbours."""
+        swarm = self._swarm.hex()
+        keys = [claim_key(swarm, stage) for stage in range(self.view.num_stages)]
+        keys += [accusation_key(swarm, peer) for peer in {*self.view.claims, self.me}]
+        try:
+            records = await self._store.fetch(keys)
+        except (SentinelError, OSError) as error:
+            log.warning("the DHT could not be read, going on with what is known: %s", error)
+            return
+        for record, data in records:
+            self.take(record, data)
+
+    async def fetch_view(self, peer: str) -> None:
+        """Ask a peer for everything that it knows."""
+        response = await self._transport.call(peer, Method.VIEW, Empty(), timeout=PUSH_SECONDS)
+        for data in decode(Push, response.head).records:
+            try:
+                record = parse_record(data, swarm=self._swarm, now=self._wall_clock())
+            except RecordError:
+                continue  # expired on the way; whoever wrote it will write it anew
+            self.take(record, data)
+
+    # loops ---------------------------------------------------------------------------
+
+    async def _poll_loop(self) -> None:
+        while True:
+            await self.refresh()
+            seconds = POLL_FORMING_SECONDS if self.forming else POLL_SECONDS
+            await asyncio.sleep(seconds * random.uniform(0.8, 1.2))
+
+    async def _publish_loop(self) -> None:
+        while True:
+            self._publish_now.clear()
+            await self.publish()
+            try:
+                async with asyncio.timeout(self._timing.renew):
+                    await self._publish_now.wait()
+            except TimeoutError:
+                continue
+
+    async def _tick_loop(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            if self.view.expire(self._wall_clock()):
+                self.notify()
+
+    async def _connect_loop(self) -> None:
+        while True:
+            connected = self._transport.connected()
+            for peer in self._wanted():
+                if peer not in connected and peer not in self._dialling:
+                    self._dialling.add(peer)
+                    self._spawn(self._dial(peer))
+            await self._changed.wait()
+
+    def _wanted(self) -> list[str]:
+        """Siblings and the replicas of the neighbouring stages."""
+        if self._claim is None:
+            return []
+        near = range(self._claim.stage - 1, self._claim.stage + 2)
+        return [claim.peer for claim in self.view.claims.values() if claim.stage in near and claim.peer != self.me]
+
+    async def _dial(self, peer: str) -> None:
+        try:
+            for attempt in range(2):
+                try:
+                    await self._transport.connect(peer, timeout=REDIAL_SECONDS)
+                    break
+                except SentinelError as error:
+                    if attempt == 1:
+                        self._mark_gone(peer, str(error))
+        finally:
+            self._dialling.discard(peer)
+        if peer in self._transport.connected():
+            await self.introduce(peer)
+
+    def _peer_gone(self, peer: str) -> None:
+        if self.view.stage_of(peer) is None or peer in self._dialling:
+            self.notify()
+            return
+        self._dialling.add(peer)
+        self._spawn(self._dial(peer))
+        self.notify()
+
+    def _mark_gone(self, peer: str, why: str) -> None:
+        if self.view.mark_gone(peer):
+            log.info("peer %s is gone: %s", peer[-8:], why)
+            self.notify()
+
+    def reachable(self, peer: str) -> bool:
+        """Whether a peer has a live claim and is connected, or is being dialled for the first time."""
+        return peer == self.me or peer in self.view.claims
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

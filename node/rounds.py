@@ -1,0 +1,105 @@
+"""Decisions of an averaging round among siblings. Pure: announcements in, decisions out.
+
+A round averages once the same set of members has been announced by every one of them, and
+is committed once all of them hold an aggregate with the same digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Members = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """What one sibling announced last for this step."""
+
+    members: Members
+    attempt: int
+    microbatches: int
+    parameters: bytes
+
+
+def agreed(me: str, mine: Announcement, announced: Mapping[str, Announcement]) -> bool:
+    """Whether every member has announced exactly my members and my attempt."""
+    return all(
+        peer == me
+        or (
+            peer in announced
+            and announced[peer].members == mine.members
+            and announced[peer].attempt == mine.attempt
+        )
+        for peer in mine.members
+    )
+
+
+def settle_members(me: str, live: Sequence[str], announced: Mapping[str, Announcement]) -> Members:
+    """The members to announce when announcements have differed for too long.
+
+    The set that most live siblings announced and that has me in it; among equals the larger,
+    then the first in order. With no such set, those whose announcement has me in it, and me.
+    """
+    votes = Counter(
+        announced[peer].members for peer in live if peer in announced and me in announced[peer].members
+    )
+    if votes:
+        best = min(votes, key=lambda members: (-votes[members], -len(members), members))
+        if votes[best] > 1 or len(live) <= 2:
+            return best
+    friends = [peer for peer in live if peer in announced and me in announced[peer].members]
+    return tuple(sorted({me, *friends}))
+
+
+def next_attempt(mine: int, announced: Mapping[str, Announcement], members: Members) -> int:
+    """The attempt to announce: siblings that are further on are followed."""
+    return max([mine, *(announced[peer].attempt for peer in members if peer in announced)])
+
+
+def slice_bounds(length: int, members: int) -> list[tuple[int, int]]:
+    """Cut ``length`` values into one contiguous slice a member, sizes differing by one at most."""
+    floor, extra = divmod(length, members)
+    bounds = []
+    start = 0
+    for index in range(members):
+        end = start + floor + (1 if index < extra else 0)
+        bounds.append((start, end))
+        start = end
+    return bounds
+
+
+def reduce_slice(parts: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
+    """Mean gradient over all microbatches, from each member's gradient sum.
+
+    Args:
+        parts: float32 [n] per member, sums over that member's microbatches, in member order.
+        counts: microbatches of each member; a member with none adds nothing.
+
+    Returns:
+        float32 [n]; zeros when nobody has trained a microbatch. The order of the additions is
+        that of the members, so the bits do not depend on who arrived first.
+    """
+    total = sum(counts)
+    reduced = torch.zeros_like(parts[0])
+    for part, count in zip(parts, counts, strict=True):
+        if count > 0:
+            reduced += part
+    return reduced / total if total > 0 else reduced
+
+
+def aggregate_digest(aggregate: memoryview, microbatches: int) -> bytes:
+    """SHA-256 over the aggregate's bytes and the number of microbatches in it."""
+    digest = hashlib.sha256(microbatches.to_bytes(8, "big"))
+    digest.update(aggregate)
+    return digest.digest()
+
+
+def majority_digest(digests: Mapping[str, bytes]) -> bytes | None:
+    """The digest that more than half of the members hold, if there is one."""
+    digest, votes = Counter(digests.values()).most_common(1)[0]
+    return digest if 2 * votes > len(digests) else None

@@ -1,0 +1,45 @@
+"""Runs one node in this process: state folder, identity, logging, event loop."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from node.daemon import Node
+from node.device import limit_threads
+from node.log import configure_logging
+from node.settings import NodeSettings
+from node.state_folder import StateFolder
+from protocol.identity import Identity
+
+
+def run_node(*, state_dir: Path | None, log_format: str, log_level: str, **options: Any) -> None:
+    """Run a node until it is done or leaves.
+
+    Raises:
+        SentinelError: why it ended, where that was not wanted.
+    """
+    configure_logging(log_format, log_level)
+    raise_file_limit()
+    limit_threads(options.get("threads", 0))
+    path = StateFolder.resolve(state_dir)
+    with StateFolder(path) as folder:
+        identity = Identity.load_or_create(folder.identity_path)
+        settings = NodeSettings(state_dir=path, **options)
+
+        async def main() -> None:
+            await Node(settings, folder, identity).run()
+
+        uvloop.run(main())
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as the system lets this process have: each peer costs a few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+

@@ -1,0 +1,48 @@
+"""What a person tells a node on its command line or in its environment, apart from the manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.invite import Invite
+from protocol.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """One node's own settings. A node has either an invite or, as coordinator, the manifest itself."""
+
+    state_dir: Path
+    invite: Invite | None = None
+    manifest: Manifest | None = None
+    host: str = "0.0.0.0"
+    """Address to listen on for peers."""
+    port: int = 0
+    """TCP port for peers; 0 chooses a free one."""
+    announce: tuple[str, ...] = ()
+    """Multiaddrs to announce instead of the listening ones."""
+    reach: bool = True
+    """Use NAT port mapping and relays."""
+    http_host: str = "127.0.0.1"
+    http_port: int | None = 0
+    """TCP port for metrics and status; 0 chooses a free one, None serves none."""
+    stage: int | None = None
+    """Claim this stage and no other."""
+    label: str = ""
+    """A name for people."""
+    device: str = "auto"
+    threads: int = 0
+    """Torch threads; 0 leaves the choice to torch."""
+    drill: str = ""
+    drill_from: int = 0
+    exit_when_done: bool = False
+    """Leave after the manifest's last step instead of holding the model for export."""
+
+    ready_fd: int | None = None
+    """A file descriptor of the parent: one JSON line goes there when this node can be reached, then it is closed."""
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this node starts a swarm instead of joining one."""
+        return self.manifest is not None

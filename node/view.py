@@ -1,0 +1,139 @@
+"""The view: every live claim and accusation that this node knows. Pure; time is an argument.
+
+Claims come from the DHT, from pushes and from the writers themselves, in any order. The
+newest one of a peer counts. A peer found dead is out at once, until it claims anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from protocol.records import Accusation, Claim, NodeState, Record, supersedes
+
+TAKES_WORK = frozenset({NodeState.WAITING, NodeState.PROBATION, NodeState.TRAINING})
+"""States in which a claim's owner serves its stage from ``active_from`` on."""
+
+STALE_WAIT_STEPS = 2
+"""A claim that says "waiting" is believed for this many steps: news of the start may be under way."""
+
+MAX_CLAIMS = 4096
+MAX_ACCUSATIONS = 4096
+
+
+@dataclass(slots=True)
+class View:
+    """Claims by peer, accusations by (accused, accuser), with their signed bytes."""
+
+    num_stages: int
+    claims: dict[str, Claim] = field(default_factory=dict)
+    signed: dict[str, bytes] = field(default_factory=dict)
+    accusations: dict[tuple[str, str], Accusation] = field(default_factory=dict)
+    signed_accusations: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    _gone: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _newest: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def merge(self, record: Record, data: bytes, now: float) -> bool:
+        """Take a checked record in; true if it says anything new that matters to others."""
+        if isinstance(record, Claim):
+            return self._merge_claim(record, data, now)
+        key = (record.accused, record.accuser)
+        known = self.accusations.get(key)
+        if known is not None and known.expires >= record.expires:
+            return False
+        if known is None and len(self.accusations) >= MAX_ACCUSATIONS:
+            return False
+        self.accusations[key] = record
+        self.signed_accusations[key] = data
+        return known is None
+
+    def _merge_claim(self, claim: Claim, data: bytes, now: float) -> bool:
+        if claim.stage >= self.num_stages or claim.expires <= now:
+            return False
+        version = (claim.generation, claim.sequence)
+        if version <= self._newest.get(claim.peer, (0, -1)) or version <= self._gone.get(claim.peer, (0, -1)):
+            return False
+        known = self.claims.get(claim.peer)
+        if known is not None and not supersedes(claim, known):
+            return False
+        if known is None and len(self.claims) >= MAX_CLAIMS:
+            return False
+        self._gone.pop(claim.peer, None)
+        self._newest[claim.peer] = version
+        self.claims[claim.peer] = claim
+        self.signed[claim.peer] = data
+        return known is None or (
+            (known.stage, known.state, known.active_from, known.addresses)
+            != (claim.stage, claim.state, claim.active_from, claim.addresses)
+        )
+
+    def mark_gone(self, peer: str) -> bool:
+        """Note that a peer cannot be reached: its present claim no longer counts. True if it had one."""
+        claim = self.claims.pop(peer, None)
+        self.signed.pop(peer, None)
+        if claim is None:
+            return False
+        self._gone[peer] = (claim.generation, claim.sequence)
+        return True
+
+    def expire(self, now: float) -> list[str]:
+        """Drop what has run out; return the peers whose lease ended."""
+        ended = [peer for peer, claim in self.claims.items() if claim.expires <= now]
+        for peer in ended:
+            del self.claims[peer]
+            del self.signed[peer]
+        for key in [key for key, accusation in self.accusations.items() if accusation.expires <= now]:
+            del self.accusations[key]
+            del self.signed_accusations[key]
+        if len(self._newest) > 4 * MAX_CLAIMS:  # strangers who came and went
+            self._newest = {peer: version for peer, version in self._newest.items() if peer in self.claims}
+            self._gone.clear()
+        return ended
+
+    def stage_of(self, peer: str) -> int | None:
+        """The stage that a live peer has claimed."""
+        claim = self.claims.get(peer)
+        return None if claim is None else claim.stage
+
+    def replicas(self, stage: int, *, without: Collection[str] = ()) -> list[Claim]:
+        """Live claims of a stage in any state, in order of peer id."""
+        found = [
+            claim for claim in self.claims.values() if claim.stage == stage and claim.peer not in without
+        ]
+        return sorted(found, key=lambda claim: claim.peer)
+
+    def roster(self, stage: int, step: int, *, without: Collection[str] = ()) -> list[Claim]:
+        """The replicas of a stage that take work in this step, in order of peer id."""
+        return [
+            claim
+            for claim in self.replicas(stage, without=without)
+            if claim.state in TAKES_WORK
+            and claim.active_from <= step
+            # Whoever still waits for the start long after it has not heard of it, and takes no work.
+            and (claim.state is not NodeState.WAITING or step <= STALE_WAIT_STEPS)
+        ]
+
+    def missing(self, min_replicas: int, *, without: Collection[str] = ()) -> dict[int, int]:
+        """How many replicas each stage lacks to begin at step 0: stage -> count, only where some lack."""
+        lacking = {
+            stage: min_replicas - len(self.roster(stage, 0, without=without)) for stage in range(self.num_stages)
+        }
+        return {stage: count for stage, count in lacking.items() if count > 0}
+
+    def begun_step(self, *, without: Collection[str] = ()) -> int | None:
+        """The newest step that any live peer says it has reached, if training has begun."""
+        steps = [
+            claim.step
+            for claim in self.claims.values()
+            if claim.state in (NodeState.TRAINING, NodeState.PROBATION) and claim.peer not in without
+        ]
+        return max(steps, default=None)
+
+    def accusers(self, accused: str) -> dict[str, Accusation]:
+        """Who accuses a peer: accuser -> accusation."""
+        return {who: entry for (whom, who), entry in self.accusations.items() if whom == accused}
+
+    def records(self) -> Iterable[bytes]:
+        """The signed bytes of everything known, claims first."""
+        yield from self.signed.values()
+        yield from self.signed_accusations.values()

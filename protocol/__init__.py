@@ -1,0 +1,1 @@
+"""What nodes say to each other: identity, manifest, invites, records, messages and transports."""

@@ -1,0 +1,212 @@
+"""A light peer on py-libp2p: looks at a swarm without torch, hivemind or a daemon.
+
+Speaks the same frames over Noise and Yamux, one request after another on one stream. It is
+also the second, independent implementation of the transport that tests drive nodes with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import multiaddr
+import trio
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key
+from libp2p.network.stream.exceptions import StreamError
+from libp2p.peer.peerinfo import info_from_p2p_addr
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_ID
+from libp2p.security.noise.transport import Transport as NoiseTransport
+
+from protocol import fields
+from protocol.errors import CallTimeoutError, MessageError, PeerUnreachableError, RecordError, SentinelError
+from protocol.framing import Frame, FrameKind, FrameReader, encode_head
+from protocol.messages import (
+    CONTROL_PROTOCOL,
+    PROTOCOL_VERSION,
+    Empty,
+    ErrorHead,
+    Hello,
+    Method,
+    Push,
+)
+from protocol.records import Record, parse_record
+from protocol.refusals import remote_error
+
+Result = TypeVar("Result")
+
+READ_BYTES = 64 * 1024
+MAX_REPLY_BYTES = 1 << 20
+CLOSE_SECONDS = 0.2
+
+
+class LightSession:
+    """One control stream to one node."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._reader = FrameReader(lambda kind, head: MAX_REPLY_BYTES)
+        self._frames: list[Frame] = []
+        self._next_id = 0
+
+    async def send(self, kind: FrameKind, head: Mapping[str, Any], body: bytes = b"") -> None:
+        """Write one frame."""
+        await self._stream.write(encode_head(kind, head, len(body)) + body)
+
+    async def send_bytes(self, data: bytes) -> None:
+        """Write bytes as they are; for tests of hostile input."""
+        await self._stream.write(data)
+
+    async def receive(self) -> Frame:
+        """Read one frame.
+
+        Raises:
+            PeerUnreachableError: the stream ended.
+            FrameError: what came is no frame.
+        """
+        while not self._frames:
+            data = await self._stream.read(READ_BYTES)
+            if not data:
+                raise PeerUnreachableError("the node closed the stream")
+            self._frames.extend(self._reader.feed(data))
+        return self._frames.pop(0)
+
+    async def hello(self, swarm: bytes, *, agent: str = "sentinel-light", version: int = PROTOCOL_VERSION) -> Hello:
+        """Greet the node; returns its greeting.
+
+        Raises:
+            RemoteError: it refuses this swarm or version.
+        """
+        mine = Hello(version=version, swarm=swarm, agent=agent, time=time.time())
+        await self.send(FrameKind.HELLO, fields.encode(mine))
+        frame = await self.receive()
+        if frame.kind is FrameKind.ERROR:
+            raise _error(frame)
+        return fields.decode(Hello, frame.head)
+
+    async def request(
+        self, method: Method, message: fields.DataclassInstance | None = None, body: bytes = b""
+    ) -> Frame:
+        """Make one request and return the answering frame.
+
+        Raises:
+            RemoteError: the node refuses.
+        """
+        request_id = self._next_id
+        self._next_id += 1
+        head = {**fields.encode(message or Empty()), "id": request_id, "method": method.value}
+        await self.send(FrameKind.REQUEST, head, body)
+        while True:
+            frame = await self.receive()
+            if frame.kind is FrameKind.ERROR:
+                raise _error(frame)
+            if frame.kind is FrameKind.REPLY and frame.head.get("id") == request_id:
+                return frame
+
+    async def status(self) -> dict[str, Any]:
+        """The node's status."""
+        frame = await self.request(Method.STATUS)
+        try:
+            status = json.loads(bytes(frame.body))
+        except ValueError:
+            raise MessageError("the node's status is not JSON") from None
+        if not isinstance(status, dict):
+            raise MessageError("the node's status is not an object")
+        return status
+
+    async def records(self, swarm: bytes) -> list[Record]:
+        """The claims and accusations that the node knows, each checked here."""
+        frame = await self.request(Method.VIEW)
+        records: list[Record] = []
+        for data in fields.decode(Push, frame.head).records:
+            try:
+                records.append(parse_record(data, swarm=swarm, now=time.time()))
+            except RecordError:
+                continue  # expired on the way, or the node lies: either way it proves nothing
+        return records
+
+
+def _error(frame: Frame) -> SentinelError:
+    head = fields.decode(ErrorHead, frame.head)
+    return remote_error(head.kind, head.message)
+
+
+def run_light(
+    use: Callable[[LightSession], Awaitable[Result]],
+    addresses: Sequence[str],
+    *,
+    seconds: float,
+    protocol: str = CONTROL_PROTOCOL,
+) -> Result:
+    """Dial the addresses all at once, run ``use`` on the first stream that opens, and return its result.
+
+    Args:
+        seconds: for everything, dial included.
+
+    Raises:
+        PeerUnreachableError: no address answered.
+        CallTimeoutError: it took too long.
+    """
+    for name in ("libp2p", "libp2p.host", "multiaddr", "trio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    async def main() -> Result:
+        with trio.move_on_after(seconds):
+            return await _with_first(use, addresses, protocol)
+        raise CallTimeoutError(
+            f"no answer in {seconds:.0f} s from {len(addresses)} address(es); is the swarm running and reachable?"
+        )
+
+    return trio.run(main)
+
+
+async def _with_first(
+    use: Callable[[LightSession], Awaitable[Result]], addresses: Sequence[str], protocol: str
+) -> Result:
+    key_pair = create_new_key_pair()
+    noise = NoiseTransport(key_pair, noise_privkey=create_noise_key().private_key)
+    # The library's default also offers plaintext; noise alone is spoken here.
+    host = new_host(key_pair=key_pair, sec_opt={NOISE_ID: noise}, muxer_preference="YAMUX")
+    opened: list[Any] = []
+    failures: list[str] = []
+
+    async def dial(address: str, scope: trio.CancelScope) -> None:
+        try:
+            info = info_from_p2p_addr(multiaddr.Multiaddr(address))
+            await host.connect(info)
+            stream = await host.new_stream(info.peer_id, [protocol])  # type: ignore[list-item]
+        except Exception as error:  # the library raises many unrelated types
+            failures.append(_short(error))
+            return
+        opened.append(stream)
+        scope.cancel()
+
+    # An error that leaves the host's own nurseries comes out as a group; so it is carried out by hand.
+    outcome: list[Result] = []
+    failure: SentinelError | None = None
+    async with host.run(listen_addrs=[]):
+        async with trio.open_nursery() as nursery:
+            for address in addresses:
+                nursery.start_soon(dial, address, nursery.cancel_scope)
+        if opened:
+            try:
+                outcome.append(await use(LightSession(opened[0])))
+            except SentinelError as error:
+                failure = error
+            except (OSError, StreamError) as error:
+                failure = PeerUnreachableError(f"the node closed the stream: {_short(error)}")
+            with trio.move_on_after(CLOSE_SECONDS):
+                await opened[0].close()
+    if failure is not None:
+        raise failure
+    if not outcome:
+        raise PeerUnreachableError(f"no seed can be reached: {'; '.join(failures)[:300] or 'no address answers'}")
+    return outcome[0]
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__

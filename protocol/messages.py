@@ -1,0 +1,280 @@
+"""What nodes say to each other: one frozen dataclass a message, one table of methods.
+
+A request names a method; its head carries the message and its body, if any, raw tensor
+bytes. Nothing here knows what a node does with a message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protocol.fields import MAX_STEP, binary, flag, integer, mapping, number, optional, sequence, text
+
+PROTOCOL_VERSION = 1
+
+CONTROL_PROTOCOL = "/sentinel-swarm/control/1"
+TENSOR_PROTOCOL = "/sentinel-swarm/tensor/1"
+
+MAX_PEER_ID_CHARS = 64
+MAX_MICROBATCHES = 4096
+MAX_REPLICAS = 256
+MAX_RECORDS = 512
+MAX_RECORD_BYTES = 4096
+MAX_SKETCH_BYTES = 16 * 1024
+MAX_BOUNDARY_DIMENSIONS = 3
+
+
+class StreamKind(StrEnum):
+    """Which of the two streams to a peer carries a message."""
+
+    TENSOR = "tensor"
+    CONTROL = "control"
+
+
+class Method(StrEnum):
+    """Every request that a node answers."""
+
+    MANIFEST = "manifest"
+    VIEW = "view"
+    STATUS = "status"
+    PUSH = "push"
+    END = "end"
+    SHARE_DONE = "share_done"
+    ROUND_JOIN = "round_join"
+    ROUND_COMMIT = "round_commit"
+    TRAIN = "train"
+    PART = "part"
+    AGGREGATE = "aggregate"
+    SNAPSHOT = "snapshot"
+    CHUNK = "chunk"
+
+
+STREAM_OF: dict[Method, StreamKind] = {
+    method: StreamKind.TENSOR
+    if method in (Method.TRAIN, Method.PART, Method.AGGREGATE, Method.CHUNK)
+    else StreamKind.CONTROL
+    for method in Method
+}
+
+PUBLIC_METHODS = frozenset({Method.MANIFEST, Method.VIEW, Method.STATUS, Method.PUSH})
+"""What a peer without a claim may ask: enough to join, to look, and to announce a claim."""
+
+
+def _peer(**keywords: object) -> object:
+    return text(MAX_PEER_ID_CHARS, **keywords)
+
+
+def _step(**keywords: object) -> object:
+    return integer(0, MAX_STEP, **keywords)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First frame of each side: who speaks what, for which swarm, at what time."""
+
+    version: int = integer(0, 2**31)
+    swarm: bytes = binary(32)
+    agent: str = text(64)
+    time: float = number(0, 1e12)
+    """Unix seconds of the sender; the receiver estimates the clock offset from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHead:
+    """What precedes a message in the head of a REQUEST frame."""
+
+    id: int = integer(0, 2**62)
+    method: str = text(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorHead:
+    """The head of an ERROR frame; ``id`` is -1 when no request is meant."""
+
+    id: int = integer(-1, 2**62)
+    kind: str = text(40)
+    message: str = text(300)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorHead:
+    """How to read the body of a message as one tensor."""
+
+    dtype: str = text(8)
+    shape: tuple[int, ...] = sequence(integer(1, 1 << 24), MAX_BOUNDARY_DIMENSIONS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """A signed statement: "in this microbatch, this is what I sent".
+
+    A receiver shows it to the next stage, which can so relate what a peer sends to what that
+    peer received. ``sketch`` is float32 little endian; ``digest`` is SHA-256 of the body.
+    """
+
+    peer: str = _peer()  # type: ignore[assignment]
+    stage: int = integer(0, 1024)
+    step: int = _step()  # type: ignore[assignment]
+    microbatch: int = integer(0, MAX_MICROBATCHES)
+    direction: str = text(12)
+    digest: bytes = binary(32)
+    sketch: bytes = binary(longest=MAX_SKETCH_BYTES)
+    signature: bytes = binary(64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Run forward and backward of one microbatch; the body is tokens, then the activation.
+
+    ``hop`` describes the activation of this message, ``input_hop`` the activation that its
+    sender had received (nothing at stage 1, whose sender received tokens).
+    """
+
+    step: int = _step()  # type: ignore[assignment]
+    microbatch: int = integer(0, MAX_MICROBATCHES)
+    attempt: int = integer(0, 64)
+    origin: str = _peer()  # type: ignore[assignment]
+    origin_signature: bytes = binary(64)
+    tokens_bytes: int = integer(1, 1 << 24)
+    dtype: str = text(8)
+    shape: tuple[int, ...] = sequence(integer(1, 1 << 24), MAX_BOUNDARY_DIMENSIONS)
+    hop: bytes = binary(longest=MAX_SKETCH_BYTES + 1024)
+    input_hop: bytes | None = optional(binary(longest=MAX_SKETCH_BYTES + 1024))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The answer to Train; the body is the gradient of the loss by the activation received."""
+
+    loss: float = number()
+    dtype: str = text(8)
+    shape: tuple[int, ...] = sequence(integer(1, 1 << 24), MAX_BOUNDARY_DIMENSIONS)
+    hop: bytes = binary(longest=MAX_SKETCH_BYTES + 1024)
+    input_hop: bytes | None = optional(binary(longest=MAX_SKETCH_BYTES + 1024))
+    receipt: bytes = binary(64)
+    parameters: bytes = binary(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """No more work of this step comes from me. Losses are those of the whole step."""
+
+    step: int = _step()  # type: ignore[assignment]
+    loss: float = number()
+    microbatches: int = integer(0, MAX_MICROBATCHES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareDone:
+    """A stage-0 replica tells its siblings which microbatches it has trained, with losses."""
+
+    step: int = _step()  # type: ignore[assignment]
+    round: int = integer(0, 64)
+    losses: tuple[tuple[int, float], ...] = mapping(
+        integer(0, MAX_MICROBATCHES), number(), MAX_MICROBATCHES
+    )
+    failed: tuple[int, ...] = sequence(integer(0, MAX_MICROBATCHES), MAX_MICROBATCHES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareAnswer:
+    """The answer to ShareDone; ``finished`` if this sibling has already seen the whole step covered."""
+
+    finished: bool = flag()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundJoin:
+    """I am ready to average this step with these members."""
+
+    step: int = _step()  # type: ignore[assignment]
+    attempt: int = integer(0, 1024)
+    members: tuple[str, ...] = sequence(text(MAX_PEER_ID_CHARS), MAX_REPLICAS)
+    microbatches: int = integer(0, MAX_MICROBATCHES)
+    parameters: bytes = binary(32)
+    """Digest of my parameters before this step: only equals may average."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCommit:
+    """The aggregate that I hold for this attempt has this digest."""
+
+    step: int = _step()  # type: ignore[assignment]
+    attempt: int = integer(0, 1024)
+    digest: bytes = binary(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundAnswer:
+    """The answer to RoundJoin and RoundCommit; ``committed`` if I have already applied the step."""
+
+    committed: bool = flag()
+    digest: bytes = binary(0, 32, default=b"")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """My slice of the gradient, for its owner to reduce; float32 little endian in the body.
+
+    The answer's body is the reduced slice.
+    """
+
+    step: int = _step()  # type: ignore[assignment]
+    attempt: int = integer(0, 1024)
+    members: tuple[str, ...] = sequence(text(MAX_PEER_ID_CHARS), MAX_REPLICAS)
+    microbatches: int = integer(0, MAX_MICROBATCHES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregate:
+    """Give me the committed aggregate of this step; waits if the step is under way."""
+
+    step: int = _step()  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregateAnswer:
+    """The aggregate (mean gradient, float32 little endian) is the body."""
+
+    digest: bytes = binary(32)
+    microbatches: int = integer(0, MAX_MICROBATCHES * MAX_REPLICAS)
+    present: int = _step()  # type: ignore[assignment]
+    """The step that the answering sibling is in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Freeze your state for me; the answer says what there is to fetch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotAnswer:
+    """A frozen state: parameters and optimizer as one safetensors file."""
+
+    step: int = _step()  # type: ignore[assignment]
+    size: int = integer(1, 1 << 40)
+    parameters: bytes = binary(32)
+    chunk_bytes: int = integer(1, 1 << 30)
+    chunks: tuple[bytes, ...] = sequence(binary(32), 4096)
+    """SHA-256 of each chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Chunk ``index`` of the snapshot of ``step``; the body of the answer."""
+
+    step: int = _step()  # type: ignore[assignment]
+    index: int = integer(0, 4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """Signed records that I know: claims and accusations."""
+
+    records: tuple[bytes, ...] = sequence(binary(longest=MAX_RECORD_BYTES), MAX_RECORDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Empty:
+    """A message without content."""

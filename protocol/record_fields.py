@@ -1,0 +1,120 @@
+"""Checks of single record fields: a value from a stranger in, the checked value out, or RecordError.
+
+``kind`` of the error is "type" where the value has the wrong type, and "range" where it is not allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from protocol.errors import AddressError, RecordError
+from protocol.identity import is_peer_id
+from protocol.invite import parse_multiaddr
+
+Check = Callable[[str, object], object]
+"""Takes the field's name and its value."""
+
+MAX_ADDRESSES = 8
+"""Enough for TCP, WebSocket and QUIC on a private and a public address of both families."""
+
+
+def whole(low: int, high: int) -> Check:
+    """A whole number in [low, high]; a bool is none."""
+
+    def check(name: str, value: object) -> int:
+        if type(value) is not int:
+            raise _wrong_type(name, "a whole number")
+        if not low <= value <= high:
+            raise _out_of_range(name, f"from {low} to {high}")
+        return value
+
+    return check
+
+
+def boolean(name: str, value: object) -> bool:
+    """True or false."""
+    if type(value) is not bool:
+        raise _wrong_type(name, "true or false")
+    return value
+
+
+def positive_number(high: float) -> Check:
+    """A finite float in (0, high]."""
+
+    def check(name: str, value: object) -> float:
+        if type(value) is not float:
+            raise _wrong_type(name, "a float")
+        if not math.isfinite(value) or not 0.0 < value <= high:
+            raise _out_of_range(name, f"above 0 and at most {high:g}")
+        return value
+
+    return check
+
+
+def sized_bytes(*sizes: int) -> Check:
+    """Bytes of one of the given lengths."""
+
+    def check(name: str, value: object) -> bytes:
+        if type(value) is not bytes:
+            raise _wrong_type(name, "bytes")
+        if len(value) not in sizes:
+            raise _out_of_range(name, f"of {' or '.join(map(str, sizes))} bytes")
+        return value
+
+    return check
+
+
+def printable(shortest: int, longest: int) -> Check:
+    """Text on one line, safe to show: no control characters and none that reorder a line."""
+
+    def check(name: str, value: object) -> str:
+        if not isinstance(value, str):
+            raise _wrong_type(name, "text")
+        if not shortest <= len(value) <= longest or not value.isprintable():
+            raise _out_of_range(name, f"{shortest} to {longest} printable characters")
+        return value
+
+    return check
+
+
+def one_of(values: Mapping[str, object]) -> Check:
+    """One of a few words; gives what the word stands for."""
+
+    def check(name: str, value: object) -> object:
+        if not isinstance(value, str):
+            raise _wrong_type(name, "text")
+        if value not in values:
+            raise _out_of_range(name, f"one of {', '.join(values)}")
+        return values[value]
+
+    return check
+
+
+def check_peer(name: str, value: object) -> str:
+    """A peer id."""
+    if not isinstance(value, str):
+        raise _wrong_type(name, "text")
+    if not is_peer_id(value):
+        raise _out_of_range(name, "an Ed25519 peer id")
+    return value
+
+
+def check_addresses(name: str, value: object) -> tuple[str, ...]:
+    """At most eight dialable addresses, each in its one spelling."""
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise _wrong_type(name, "a list of addresses")
+    if len(value) > MAX_ADDRESSES:
+        raise _out_of_range(name, f"at most {MAX_ADDRESSES} addresses")
+    try:
+        return tuple(parse_multiaddr(item).text for item in value)
+    except AddressError as error:
+        raise RecordError(f"the record field {name} holds a wrong address: {error}", kind="range") from None
+
+
+def _wrong_type(name: str, wanted: str) -> RecordError:
+    return RecordError(f"the record field {name} has to be {wanted}", kind="type")
+
+
+def _out_of_range(name: str, wanted: str) -> RecordError:
+    return RecordError(f"the record field {name} has to be {wanted}", kind="range")

@@ -1,0 +1,1 @@
+"""Ways to carry frames between peers: libp2p streams, and memory for tests and simulations."""

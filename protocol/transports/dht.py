@@ -1,0 +1,150 @@
+"""The record store on the DHT: hivemind's DHTNode in this process's own loop.
+
+Only well-formed records of this swarm, signed by the owner of the subkey and stored under
+the key that they themselves name, are accepted; whatever else arrives is dropped here,
+on store and on read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils import MSGPackSerializer
+
+from protocol.errors import RecordError, TransportError
+from protocol.records import Accusation, Claim, parse_record, record_key, record_subkey
+
+WAIT_SECONDS = 2.0
+"""How long a DHT peer may take to answer; a frozen one costs this once, then it is avoided."""
+
+EXPIRY_TOLERANCE_SECONDS = 1e-3
+
+
+class RecordStore:
+    """Claims and accusations in the DHT."""
+
+    def __init__(
+        self,
+        swarm: bytes,
+        *,
+        on_reject: Callable[[str], None] = lambda kind: None,
+        on_operation: Callable[[str, float, bool], None] = lambda operation, seconds, ok: None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._swarm = swarm
+        self._validator = SignedRecordValidator(swarm, on_reject, wall_clock)
+        self._on_operation = on_operation
+        self._wall_clock = wall_clock
+        self._node: Any = None
+
+    async def start(self, p2p: Any, initial_peers: Sequence[str] = ()) -> None:
+        """Join the DHT through peers that p2pd can reach (multiaddrs with peer id).
+
+        Raises:
+            TransportError: none of them answered as a DHT peer.
+        """
+        try:
+            self._node = await DHTNode.create(
+                p2p=p2p,
+                initial_peers=list(initial_peers) or None,
+                record_validator=self._validator,
+                wait_timeout=WAIT_SECONDS,
+                # Claims change every few seconds, so a cached one is worth little, and cached reads
+                # would hide a released claim.
+                cache_locally=False,
+                cache_nearest=0,
+                cache_on_store=False,
+                strict=False,
+            )
+        except Exception as error:  # hivemind raises bare Exceptions here
+            text = " ".join(str(error).split())[:200]
+            raise TransportError(f"the DHT could not be joined: {text}") from None
+
+    async def stop(self) -> None:
+        """Leave the DHT."""
+        if self._node is not None:
+            node, self._node = self._node, None
+            await node.shutdown()
+
+    async def store(self, data: bytes) -> bool:
+        """Publish one signed record under its own key; false if no DHT peer took it."""
+        record = parse_record(data, swarm=self._swarm, now=self._wall_clock())
+        started = time.monotonic()
+        ok = False
+        try:
+            ok = bool(
+                await self._node.store(
+                    record_key(record), data, record.expires, subkey=record_subkey(record)
+                )
+            )
+        finally:
+            self._on_operation("store", time.monotonic() - started, ok)
+        return ok
+
+    async def fetch(self, keys: Sequence[str]) -> list[tuple[Claim | Accusation, bytes]]:
+        """Read every valid record under the keys, with its signed bytes."""
+        if not keys:
+            return []
+        started = time.monotonic()
+        ok = False
+        try:
+            found = await self._node.get_many(list(keys), sufficient_expiration_time=float("inf"))
+            ok = True
+        finally:
+            self._on_operation("get", time.monotonic() - started, ok)
+        records: list[tuple[Claim | Accusation, bytes]] = []
+        for entry in found.values():
+            if entry is None or not isinstance(entry.value, dict):
+                continue
+            for value in entry.value.values():
+                try:
+                    record = parse_record(value.value, swarm=self._swarm, now=self._wall_clock())
+                    records.append((record, value.value))
+                except RecordError:
+                    continue  # it expired between the read and here; the validator has seen it before
+        return records
+
+
+class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
+    """Refuses every DHT record that is not a signed record of this swarm in its own place."""
+
+    def __init__(
+        self, swarm: bytes, on_reject: Callable[[str], None], wall_clock: Callable[[], float]
+    ) -> None:
+        self._swarm = swarm
+        self._on_reject = on_reject
+        self._wall_clock = wall_clock
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether hivemind may store, or believe, this record."""
+        try:
+            self._check(record)
+        except RecordError as error:
+            self._on_reject(error.kind)
+            return False
+        return True
+
+    def _check(self, record: DHTRecord) -> None:
+        try:
+            value = MSGPackSerializer.loads(record.value)
+            subkey = MSGPackSerializer.loads(record.subkey)
+        except Exception:  # msgpack raises several unrelated types for hostile bytes
+            raise RecordError("a DHT record is not msgpack", kind="shape") from None
+        if not isinstance(value, bytes):
+            raise RecordError("a DHT record does not hold bytes", kind="shape")
+        parsed = parse_record(value, swarm=self._swarm, now=self._wall_clock())
+        if subkey != record_subkey(parsed):
+            raise RecordError("a DHT record stands under another peer's subkey", kind="owner")
+        if record.key != DHTID.generate(source=record_key(parsed)).to_bytes():
+            raise RecordError("a DHT record stands under a key that is not its own", kind="key")
+        if abs(record.expiration_time - parsed.expires) > EXPIRY_TOLERANCE_SECONDS:
+            raise RecordError("a DHT record was given another expiry than its writer signed", kind="expiry")
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        """Two validators of the same swarm are one."""
+        return isinstance(other, SignedRecordValidator) and other._swarm == self._swarm

@@ -1,0 +1,199 @@
+"""The libp2p daemon (p2pd, shipped with hivemind) as a child of this process.
+
+Started by us and not by hivemind, so that Ctrl-C in a terminal does not kill it before the
+node has said goodbye, its sockets live in a private folder that goes away with it, it dies
+with this process, and its own death is noticed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from hivemind.p2p import P2P
+from hivemind.utils.multiaddr import Multiaddr
+
+from protocol.errors import LocalError, PortInUseError
+from protocol.transports.deathsignal import die_with_parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonOptions:
+    """How p2pd is started."""
+
+    identity_path: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    """TCP port; 0 lets the operating system choose a free one."""
+    announce: Sequence[str] = ()
+    """Multiaddrs under which others reach this node, where they differ from the listening ones."""
+    reach: bool = False
+    """Whether to use NAT port mapping, AutoNAT and relays; off on a private network."""
+    start_seconds: float = 30.0
+
+
+def check_port_free(host: str, port: int) -> int:
+    """Return the port to listen on; chooses one when ``port`` is 0.
+
+    p2pd listens with port reuse and does not report a clash, so this is asked first.
+
+    Raises:
+        PortInUseError: another process listens there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortInUseError(
+                f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
+            ) from None
+        chosen: int = probe.getsockname()[1]
+    return chosen
+
+
+class Daemon:
+    """A running p2pd and hivemind's client of it."""
+
+    def __init__(self, options: DaemonOptions, on_exit: Callable[[int], None] | None = None) -> None:
+        self._options = options
+        self._on_exit = on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._folder = ""
+        self._stopping = False
+        self._lines: deque[str] = deque(maxlen=50)
+        self.p2p: Any = None
+
+    @property
+    def control_path(self) -> str:
+        """Path of the control socket."""
+        return f"{self._folder}/p2pd.sock"
+
+    @property
+    def folder(self) -> str:
+        """Private folder (0700) for sockets; removed by ``stop``."""
+        return self._folder
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while the daemon runs."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def start(self) -> None:
+        """Start p2pd and attach to it.
+
+        Raises:
+            PortInUseError: the listening port is taken.
+            LocalError: p2pd ended or did not come up in time; holds its last line.
+        """
+        options = self._options
+        port = check_port_free(options.host, options.port)
+        # A socket path may have at most 107 bytes, so the folder is not below the state folder.
+        self._folder = tempfile.mkdtemp(prefix="sentinel-", dir=os.environ.get("XDG_RUNTIME_DIR"))
+        try:
+            await self._launch(port)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _launch(self, port: int) -> None:
+        options = self._options
+        protocol = "ip6" if ":" in options.host else "ip4"
+        flag = "1" if options.reach else "0"
+        arguments = [
+            str(files("hivemind.hivemind_cli") / "p2pd"),
+            f"-listen=/unix{self.control_path}",
+            f"-id={options.identity_path}",
+            f"-hostAddrs=/{protocol}/{options.host}/tcp/{port}",
+            "-dhtServer=1",
+            f"-autonat={flag}",
+            f"-natPortMap={flag}",
+            f"-relay={flag}",
+            f"-autoRelay={flag}",
+            "-idleTimeout=30s",
+        ]
+        if options.announce:
+            arguments.append(f"-announceAddrs={','.join(options.announce)}")
+        self._process = await asyncio.create_subprocess_exec(
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "GOLOG_LOG_LEVEL": "error"},
+            preexec_fn=die_with_parent,
+            start_new_session=True,
+        )
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reader = asyncio.get_running_loop().create_task(self._read(self._process, ready))
+        try:
+            async with asyncio.timeout(options.start_seconds):
+                await asyncio.shield(ready)
+        except TimeoutError:
+            raise LocalError(
+                f"p2pd did not start in {options.start_seconds:.0f} s; the machine may be overloaded, try again"
+            ) from None
+        # hivemind keeps the folder of its own socket in a class attribute; a subclass per daemon
+        # leaves the shared one alone.
+        attached: Any = type("AttachedP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._folder}/"})
+        self.p2p = await attached.replicate(Multiaddr(f"/unix{self.control_path}"))
+
+    async def _read(self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]) -> None:
+        assert process.stdout is not None
+        async for raw in process.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            self._lines.append(line)
+            if line.startswith("Peer ID:") and not ready.done():
+                ready.set_result(None)
+        code = await process.wait()
+        if not ready.done():
+            last = self._lines[-1] if self._lines else "it said nothing"
+            ready.set_exception(LocalError(f"p2pd ended with code {code} while starting: {last[:200]}"))
+            ready.exception()
+        elif self._on_exit is not None and not self._stopping:
+            self._on_exit(code)
+
+    async def addresses(self) -> list[str]:
+        """Multiaddrs with the peer id under which this node listens."""
+        return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
+
+    def kill_now(self) -> None:
+        """End p2pd without waiting and remove its folder: for a node that leaves at once."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def stop(self) -> None:
+        """End p2pd and remove its folder. Safe to call twice."""
+        self._stopping = True
+        if self.p2p is not None:
+            p2p, self.p2p = self.p2p, None
+            await p2p.shutdown()
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                async with asyncio.timeout(3):
+                    await process.wait()
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if self._reader is not None:
+            await asyncio.gather(self._reader, return_exceptions=True)
+        if self._folder:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

@@ -1,0 +1,99 @@
+"""Reduction and distances."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verifier import distances as d
+
+WIDTH = 16
+DIRECTIONS = d.unit_directions(WIDTH, seed=3)
+ALL = (d.mean_absolute, d.normalised_l2, d.sign_flip_ratio, d.sliced_wasserstein)
+
+
+def cloud(seed: int, *, shape: tuple[int, ...] = (2, 40, WIDTH)) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+def reduced(tensor: torch.Tensor) -> d.Reduction:
+    return d.reduce(tensor, DIRECTIONS)
+
+
+def test_directions_are_unit_vectors_and_repeatable() -> None:
+    assert torch.allclose(DIRECTIONS.norm(dim=0), torch.ones(d.DEFAULT_DIRECTIONS))
+    assert torch.equal(DIRECTIONS, d.unit_directions(WIDTH, seed=3))
+    assert not torch.equal(DIRECTIONS, d.unit_directions(WIDTH, seed=4))
+
+
+def test_a_reduction_has_the_documented_shapes() -> None:
+    value = reduced(cloud(0))
+    assert value.mean.shape == (WIDTH,)
+    assert value.quantiles.shape == (d.DEFAULT_QUANTILES, d.DEFAULT_DIRECTIONS)
+    assert (value.quantiles.diff(dim=0) >= 0).all()
+
+
+def test_the_order_of_tokens_is_irrelevant() -> None:
+    tensor = cloud(1, shape=(1, 30, WIDTH))
+    assert torch.allclose(reduced(tensor).quantiles, reduced(tensor.flip(1)).quantiles, atol=1e-5)
+
+
+def test_a_single_token_is_its_own_quantiles() -> None:
+    token = cloud(2, shape=(1, 1, WIDTH))
+    expected = (token.reshape(1, -1) @ DIRECTIONS).expand(d.DEFAULT_QUANTILES, -1)
+    assert torch.allclose(reduced(token).quantiles, expected, atol=1e-6)
+
+
+def test_half_precision_is_reduced_in_single_precision() -> None:
+    assert reduced(cloud(3).bfloat16()).mean.dtype is torch.float32
+
+
+@pytest.mark.parametrize("distance", ALL)
+def test_a_tensor_has_no_distance_to_itself(distance: object) -> None:
+    value = reduced(cloud(4))
+    assert distance(value, value) == 0.0  # type: ignore[operator]
+
+
+def test_a_shift_is_measured_exactly() -> None:
+    baseline = reduced(cloud(5))
+    shifted = reduced(cloud(5) + 2.0)
+    assert d.mean_absolute(shifted, baseline) == pytest.approx(2.0, rel=1e-5)
+    expected = 2.0 * WIDTH**0.5 / float(baseline.mean.norm())
+    assert d.normalised_l2(shifted, baseline) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_flip_changes_every_sign() -> None:
+    assert d.sign_flip_ratio(reduced(-cloud(6)), reduced(cloud(6))) == 1.0
+
+
+def test_noise_that_averages_out_is_seen_in_the_cloud() -> None:
+    tensor = cloud(7, shape=(8, 128, WIDTH))
+    noisy = tensor + 2.0 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(8))
+    value, baseline = reduced(noisy), reduced(tensor)
+    assert d.mean_absolute(value, baseline) < 0.1
+    assert d.sliced_wasserstein(value, baseline) > 0.5
+
+
+def test_an_all_zero_baseline_divides_by_nothing() -> None:
+    zero = reduced(torch.zeros(1, 4, WIDTH))
+    for distance in ALL:
+        assert torch.isfinite(torch.tensor(distance(reduced(cloud(9)), zero)))
+
+
+@given(seed=st.integers(0, 1000), factor=st.floats(1e-3, 1e3))
+def test_relative_distances_ignore_the_common_scale(seed: int, factor: float) -> None:
+    value, baseline = cloud(seed), cloud(seed + 1)
+    for distance in (d.normalised_l2, d.sliced_wasserstein, d.sign_flip_ratio):
+        plain = distance(reduced(value), reduced(baseline))
+        scaled = distance(reduced(value * factor), reduced(baseline * factor))
+        assert scaled == pytest.approx(plain, rel=1e-3)
+
+
+def test_reductions_average_and_know_when_they_are_broken() -> None:
+    a, b = reduced(cloud(10)), reduced(cloud(11))
+    middle = a.plus(b).scaled(0.5)
+    assert torch.allclose(middle.mean, (a.mean + b.mean) / 2)
+    assert torch.allclose(middle.quantiles, (a.quantiles + b.quantiles) / 2)
+    assert middle.is_finite()
+    assert not d.Reduction(mean=a.mean / 0.0, quantiles=a.quantiles).is_finite()
+    assert not d.Reduction(mean=a.mean, quantiles=a.quantiles * float("nan")).is_finite()

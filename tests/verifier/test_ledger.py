@@ -1,0 +1,316 @@
+"""Strikes, trust and states."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from verifier.config import CheckerConfig
+from verifier.ledger import (
+    BARRED,
+    RETURN_TRUST,
+    STRANGER_TRUST,
+    TRANSITIONS,
+    Ledger,
+    PeerEvent,
+    PeerState,
+    Standing,
+    StandingChanged,
+)
+from verifier.verdicts import Reason
+
+PEER = "peer"
+
+
+def ledger(**settings: object) -> Ledger:
+    return Ledger(CheckerConfig(**settings))  # type: ignore[arg-type]
+
+
+def strike(book: Ledger, times: int = 1, *, peer: str = PEER, step: int = 0) -> None:
+    for _ in range(times):
+        book.strike(peer, Reason.L2, step=step)
+
+
+def state(book: Ledger, peer: str = PEER) -> PeerState:
+    return book.standing(peer).state
+
+
+def test_a_stranger_is_on_probation_and_allowed() -> None:
+    book = ledger()
+    assert book.standing(PEER) == Standing(state=PeerState.PROBATION, trust=STRANGER_TRUST)
+    assert book.allows(PEER)
+    assert book.peers() == ()
+
+
+def test_credits_lead_to_trust() -> None:
+    book = ledger(trusted_after=3)
+    assert book.credit(PEER, step=0) == book.credit(PEER, step=0) == ()
+    (change,) = book.credit(PEER, step=1)
+    assert (change.before, change.after) == (PeerState.PROBATION, PeerState.TRUSTED)
+    assert book.credit(PEER, step=1) == ()
+    assert book.standing(PEER).trust > STRANGER_TRUST
+
+
+def test_the_first_strike_makes_a_suspect_and_the_third_a_quarantine() -> None:
+    book = ledger()
+    (first,) = book.strike(PEER, Reason.L2, step=4)
+    assert (first.after, first.reason, first.would) == (PeerState.SUSPECT, Reason.L2, False)
+    assert book.strike(PEER, Reason.L2, step=4) == ()
+    assert book.allows(PEER)
+    (third,) = book.strike(PEER, Reason.NORM, step=4)
+    assert (third.after, third.reason) == (PeerState.QUARANTINED, Reason.NORM)
+    assert not book.allows(PEER)
+    assert book.standing(PEER).trust == 0.0
+    assert book.strike(PEER, Reason.NORM, step=5) == ()
+
+
+def test_one_heavy_strike_is_enough() -> None:
+    book = ledger()
+    (change,) = book.strike(PEER, Reason.RECEIPT, step=0, weight=3.0)
+    assert (change.before, change.after) == (PeerState.PROBATION, PeerState.QUARANTINED)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+def test_a_strike_without_weight_is_a_mistake(weight: float) -> None:
+    with pytest.raises(ValueError, match="weighs"):
+        ledger().strike(PEER, Reason.L1, step=0, weight=weight)
+
+
+def test_strikes_leak_and_a_suspect_is_cleared() -> None:
+    book = ledger(strike_decay=0.5, trusted_after=1)
+    book.credit(PEER, step=0)
+    strike(book)
+    assert book.end_step(0) == ()
+    (change,) = book.end_step(1)
+    assert (change.before, change.after) == (PeerState.SUSPECT, PeerState.TRUSTED)
+    assert book.standing(PEER).strikes == 0.0
+
+
+def test_a_strike_is_no_short_cut_out_of_probation() -> None:
+    book = ledger(strike_decay=1.0)
+    strike(book)
+    (change,) = book.end_step(0)
+    assert change.after is PeerState.PROBATION
+
+
+def test_ten_tenths_clear_one_strike() -> None:
+    book = ledger(strike_decay=0.1)
+    strike(book)
+    for step in range(10):
+        book.end_step(step)
+    assert state(book) is PeerState.PROBATION
+
+
+def test_a_step_that_has_ended_leaks_once_and_skipped_steps_count() -> None:
+    book = ledger(strike_decay=0.1)
+    book.end_step(10)
+    strike(book)
+    for _ in range(5):
+        book.end_step(11)
+    assert book.standing(PEER).strikes == pytest.approx(0.9)
+    book.end_step(15)
+    assert book.standing(PEER).strikes == pytest.approx(0.5)
+
+
+def test_a_quarantine_does_not_leak_away() -> None:
+    book = ledger()
+    strike(book, 3)
+    assert book.end_step(1) == book.end_step(10_000) == ()
+    assert not book.allows(PEER)
+
+
+def test_a_quarantine_ends_when_served() -> None:
+    book = ledger(release_after_steps=5)
+    strike(book, 4, step=2)
+    assert book.end_step(6) == ()
+    (change,) = book.end_step(7)
+    assert (change.after, change.event) == (PeerState.PROBATION, PeerEvent.RELEASED)
+    assert book.standing(PEER).trust == RETURN_TRUST
+
+
+def test_a_quarantine_ends_when_released() -> None:
+    book = ledger()
+    assert book.release(PEER) == ()
+    strike(book, 2)
+    assert book.release(PEER) == ()
+    strike(book)
+    (change,) = book.release(PEER)
+    assert change.after is PeerState.PROBATION
+    assert book.allows(PEER)
+
+
+def test_an_ejection_bars_until_it_expires() -> None:
+    book = ledger()
+    (change,) = book.eject(PEER, reason=Reason.AUDIT, until=100.0, now=0.0)
+    assert (change.after, change.until, change.reason) == (PeerState.EJECTED, 100.0, Reason.AUDIT)
+    assert not book.allows(PEER)
+    assert book.credit(PEER, step=0) == book.strike(PEER, Reason.L1, step=0) == ()
+    assert book.expire(99.9) == ()
+    (back,) = book.expire(100.0)
+    assert (back.after, back.event) == (PeerState.PROBATION, PeerEvent.EXPIRED)
+    assert book.standing(PEER) == Standing(trust=RETURN_TRUST, reason=Reason.AUDIT)
+    assert book.allows(PEER)
+
+
+def test_a_second_ejection_only_prolongs() -> None:
+    book = ledger()
+    book.eject(PEER, reason=Reason.AUDIT, until=100.0, now=0.0)
+    assert book.eject(PEER, reason=Reason.STRIKES, until=50.0, now=0.0) == ()
+    assert book.standing(PEER).until == 100.0
+    book.eject(PEER, reason=Reason.STRIKES, until=150.0, now=0.0)
+    assert book.standing(PEER).until == 150.0
+
+
+@pytest.mark.parametrize("until", [0.0, -5.0, math.nan])
+def test_an_ejection_that_is_over_does_nothing(until: float) -> None:
+    book = ledger()
+    assert book.eject(PEER, reason=Reason.AUDIT, until=until, now=0.0) == ()
+    assert book.peers() == ()
+
+
+def test_no_ejection_outlives_the_configured_time() -> None:
+    book = ledger(ejection_seconds=60.0)
+    book.eject(PEER, reason=Reason.AUDIT, until=math.inf, now=10.0)
+    assert book.standing(PEER).until == 70.0
+
+
+def test_observing_counts_and_reports_but_bars_nobody() -> None:
+    book = ledger(mode="observe")
+    changes = [c for _ in range(3) for c in book.strike(PEER, Reason.L1, step=0)]
+    assert [c.after for c in changes] == [PeerState.SUSPECT, PeerState.QUARANTINED]
+    assert all(c.would for c in changes)
+    assert book.allows(PEER)
+
+
+def test_off_means_off() -> None:
+    book = ledger(mode="off")
+    assert book.strike(PEER, Reason.L1, step=0, weight=99.0) == ()
+    assert book.eject(PEER, reason=Reason.AUDIT, until=9.0, now=0.0) == ()
+    assert book.allows(PEER)
+    assert book.peers() == ()
+
+
+def test_a_full_ledger_forgets_the_harmless_first_and_the_ejected_last() -> None:
+    book = ledger(max_peers=4)
+    book.eject("ejected", reason=Reason.AUDIT, until=9.0, now=0.0)
+    strike(book, 3, peer="quarantined")
+    strike(book, peer="suspect")
+    for name in ("old", "young"):
+        book.credit(name, step=0)
+    assert book.peers() == ("ejected", "quarantined", "suspect", "young")
+    for number in range(2):
+        strike(book, 3, peer=f"offender-{number}")
+    assert book.peers() == ("ejected", "quarantined", "offender-0", "offender-1")
+    strike(book, peer="offender-2")
+    assert book.peers() == ("ejected", "offender-0", "offender-1", "offender-2")
+
+
+def test_dealing_with_a_peer_keeps_it_remembered() -> None:
+    book = ledger(max_peers=2)
+    for name in ("a", "b", "a", "c"):
+        book.credit(name, step=0)
+    assert book.peers() == ("a", "c")
+
+
+def test_every_state_can_be_left_and_ejection_is_possible_from_all() -> None:
+    for before in PeerState:
+        assert (before, PeerEvent.EJECTED) in TRANSITIONS
+        assert any(start is before and end is not before for (start, _), end in TRANSITIONS.items())
+
+
+@given(weights=st.lists(st.floats(0.01, 2.9), max_size=30))
+def test_trust_falls_with_every_strike(weights: list[float]) -> None:
+    book, before = ledger(), STRANGER_TRUST
+    for weight in weights:
+        book.strike(PEER, Reason.L1, step=0, weight=weight)
+        now = book.standing(PEER).trust
+        assert 0.0 <= now < before or now == before == 0.0
+        before = now
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Whatever happens, states change along the table and nobody is let in early."""
+
+    peers = st.sampled_from(["a", "b", "c"])
+
+    @initialize(release=st.sampled_from([None, 3]))
+    def start(self, release: int | None) -> None:
+        self.book = ledger(release_after_steps=release, trusted_after=3, ejection_seconds=50.0)
+        self.step = 0
+        self.now = 0.0
+
+    @rule(peer=peers, reason=st.sampled_from(Reason), weight=st.floats(0.1, 4.0))
+    def strikes(self, peer: str, reason: Reason, weight: float) -> None:
+        self.book.strike(peer, reason, step=self.step, weight=weight)
+
+    @rule(peer=peers, times=st.integers(1, 4))
+    def credits(self, peer: str, times: int) -> None:
+        for _ in range(times):
+            self.book.credit(peer, step=self.step)
+
+    @rule(steps=st.integers(0, 30))
+    def ends_step(self, steps: int) -> None:
+        self.step += steps
+        self.book.end_step(self.step)
+
+    @rule(peer=peers, seconds=st.floats(-5.0, 100.0))
+    def ejects(self, peer: str, seconds: float) -> None:
+        self.book.eject(peer, reason=Reason.AUDIT, until=self.now + seconds, now=self.now)
+
+    @rule(peer=peers)
+    def releases(self, peer: str) -> None:
+        self.book.release(peer)
+
+    @rule(seconds=st.floats(0.0, 40.0))
+    def expires(self, seconds: float) -> None:
+        self.now += seconds
+        self.book.expire(self.now)
+
+    @invariant()
+    def holds(self) -> None:
+        for peer in self.book.peers():
+            standing = self.book.standing(peer)
+            assert 0.0 <= standing.trust <= 1.0
+            assert standing.strikes >= 0.0
+            assert (standing.state is PeerState.EJECTED) == (standing.until is not None)
+            assert self.book.allows(peer) == (standing.state not in BARRED)
+            if standing.until is not None and self.now < standing.until:
+                assert not self.book.allows(peer)
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+
+
+EVENT_NAMES = ["strike", "credit", "end", "eject", "expire", "release"]
+
+
+def happen(book: Ledger, name: str, amount: int, time: int) -> tuple[StandingChanged, ...]:
+    """One event of the given name; ``time`` serves as step and as seconds."""
+    match name:
+        case "strike":
+            return book.strike(PEER, Reason.L1, step=time, weight=amount / 5)
+        case "credit":
+            return book.credit(PEER, step=time)
+        case "end":
+            return book.end_step(time)
+        case "eject":
+            return book.eject(PEER, reason=Reason.STRIKES, until=time + amount, now=time)
+        case "expire":
+            return book.expire(time)
+        case _:
+            return book.release(PEER)
+
+
+@given(events=st.lists(st.tuples(st.sampled_from(EVENT_NAMES), st.integers(1, 20)), max_size=40))
+def test_every_reported_change_is_in_the_table(events: list[tuple[str, int]]) -> None:
+    book = ledger(trusted_after=2, release_after_steps=7)
+    time, known = 0, PeerState.PROBATION
+    for name, amount in events:
+        time += amount
+        for change in happen(book, name, amount, time):
+            assert change.before is known
+            assert TRANSITIONS[change.before, change.event] is change.after
+            known = change.after
+        assert state(book) is known

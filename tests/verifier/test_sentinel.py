@@ -1,0 +1,213 @@
+"""The checker of one boundary, on made-up traffic."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from verifier.config import CheckerConfig
+from verifier.distances import Reduction
+from verifier.sentinel import FENCING, RAMP_STEPS, BoundaryChecker, Judgement
+from verifier.sketch import sketch
+from verifier.verdicts import Direction, Reason
+
+SHAPE = (2, 16, 32)
+SETTINGS = {"warmup_steps": 3, "minimum_history": 8}
+STATISTICS = {"l1", "l2", "sign_flip", "wasserstein"}
+
+
+def make(direction: Direction = Direction.ACTIVATION, **settings: object) -> BoundaryChecker:
+    return BoundaryChecker(CheckerConfig(**(SETTINGS | settings)), direction, seed=1)  # type: ignore[arg-type]
+
+
+def tensor(number: int, *, shift: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(SHAPE, generator=generator) + shift
+
+
+def judge(checker: BoundaryChecker, value: Tensor, *, step: int = 0, source: Tensor | None = None) -> Judgement:
+    key = bytes(32)
+    sketches = (sketch(t, key=key, size=128) if t is not None else None for t in (value, source))
+    mine, theirs = sketches
+    return checker.judge(value, step=step, sketch=mine, input_sketch=theirs)
+
+
+def run(checker: BoundaryChecker, steps: int, *, first: int = 0, per_step: int = 4) -> None:
+    """Honest steps: each output is its input plus a little."""
+    for step in range(first, first + steps):
+        for number in range(per_step):
+            source = tensor(1000 * step + number)
+            value = source + 0.3 * tensor(1000 * step + number + 500, shift=0.0)
+            checker.accept(judge(checker, value, step=step, source=source).observation)
+        checker.end_step(step)
+
+
+def test_nothing_but_nonsense_is_refused_during_the_warm_up() -> None:
+    checker = make()
+    run(checker, 2)
+    wild = judge(checker, tensor(7) * 1e3).verdict
+    assert checker.warming_up
+    assert (wild.accepted, wild.warming_up, wild.reasons, dict(wild.scores)) == (True, True, (), {})
+    broken = judge(checker, tensor(7) * math.nan).verdict
+    assert (broken.accepted, broken.reasons, broken.warming_up) == (False, (Reason.NON_FINITE,), True)
+
+
+def test_the_warm_up_needs_steps_and_history() -> None:
+    few = make(minimum_history=50, window=64)
+    run(few, 5)
+    assert few.warming_up
+    enough = make()
+    run(enough, 3)
+    assert not enough.warming_up
+
+
+def test_an_honest_tensor_passes_with_a_score_for_each_statistic() -> None:
+    checker = make()
+    run(checker, 8)
+    source = tensor(77)
+    verdict = judge(checker, source + 0.3 * tensor(78, shift=0.0), step=8, source=source).verdict
+    assert verdict.accepted
+    assert set(verdict.scores) == STATISTICS | {"continuity", "gain"}
+    assert all(0.0 <= score <= 1.0 for score in verdict.scores.values())
+
+
+def test_an_edge_stage_is_judged_without_its_input() -> None:
+    checker = make()
+    run(checker, 8)
+    assert set(judge(checker, tensor(5), step=8).verdict.scores) == STATISTICS
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (lambda x: x + 5.0, Reason.L1),
+        (lambda x: x * 10.0, Reason.L2),
+        (lambda x: -x, Reason.SIGN_FLIP),
+        (lambda x: x + 5.0 * tensor(9, shift=0.0), Reason.WASSERSTEIN),
+        (lambda x: tensor(10), Reason.CONTINUITY),
+        (lambda x: x * 3.0, Reason.GAIN),
+        (lambda x: x / 3.0, Reason.GAIN),
+        (lambda x: torch.zeros_like(x), Reason.CONTINUITY),
+    ],
+)
+def test_each_attack_shows_where_it_should(attack: object, reason: Reason) -> None:
+    checker = make()
+    run(checker, 12)
+    source = tensor(77)
+    honest = source + 0.3 * tensor(78, shift=0.0)
+    verdict = judge(checker, attack(honest), step=12, source=source).verdict  # type: ignore[operator]
+    assert not verdict.accepted
+    assert reason in verdict.reasons
+    assert verdict.scores[reason] > 1.0
+
+
+def test_judging_changes_nothing() -> None:
+    checker = make()
+    run(checker, 8)
+    first = judge(checker, tensor(5), step=8).verdict
+    for number in range(50):
+        judge(checker, tensor(number) * 100, step=8)
+    assert judge(checker, tensor(5), step=8).verdict == first
+
+
+def test_what_was_flagged_never_enters() -> None:
+    checker = make()
+    run(checker, 8)
+    flagged = judge(checker, tensor(5) * 100, step=8)
+    with pytest.raises(ValueError, match="flagged"):
+        checker.accept(flagged.observation)
+
+
+def test_a_poisoned_sketch_is_refused_before_it_reaches_a_window() -> None:
+    checker = make()
+    bad = torch.full((128,), math.nan)
+    verdict = checker.judge(tensor(1), step=0, sketch=bad, input_sketch=torch.ones(128)).verdict
+    assert verdict.reasons == (Reason.NON_FINITE,)
+
+
+@pytest.mark.parametrize(("direction", "old"), [(Direction.ACTIVATION, 0.9), (Direction.GRADIENT, 0.8)])
+def test_the_baseline_is_the_mean_of_a_step_weighed_against_the_old(direction: Direction, old: float) -> None:
+    checker = make(direction)
+    assert checker.baseline() is None
+    for step in range(200):
+        checker.accept(judge(checker, torch.full(SHAPE, 1.0), step=step).observation)
+        checker.end_step(step)
+    for value in (2.0, 4.0):
+        # Accepted by fiat: an observation is what a judgement says, and the warm-up of a twin says yes.
+        twin = make(direction)
+        checker.accept(judge(twin, torch.full(SHAPE, value), step=200).observation)
+    checker.end_step(200)
+    baseline = checker.baseline()
+    assert baseline is not None
+    assert baseline.mean.tolist() == pytest.approx([old * 1.0 + (1 - old) * 3.0] * SHAPE[-1])
+
+
+def test_the_memory_of_the_baseline_grows_from_nothing() -> None:
+    checker = make()
+    for step, value in enumerate((1.0, 2.0)):
+        checker.accept(judge(checker, torch.full(SHAPE, value), step=step).observation)
+        checker.end_step(step)
+    old = 2 / (RAMP_STEPS + 1)
+    baseline = checker.baseline()
+    assert baseline is not None
+    assert baseline.mean.tolist() == pytest.approx([old * 1.0 + (1 - old) * 2.0] * SHAPE[-1])
+
+
+def test_a_step_ends_once_and_what_comes_later_is_left_out() -> None:
+    checker = make()
+    run(checker, 2)
+    before = checker.baseline()
+    checker.accept(judge(checker, tensor(3) * 50, step=1).observation)
+    checker.end_step(1)
+    checker.end_step(2)
+    assert checker.baseline() is before
+
+
+def test_a_step_without_traffic_leaves_the_baseline() -> None:
+    checker = make()
+    run(checker, 4)
+    before = checker.baseline()
+    checker.end_step(10)
+    assert checker.baseline() is before
+
+
+def test_baselines_are_exchanged_only_if_they_fit() -> None:
+    checker = make()
+    run(checker, 2)
+    present = checker.baseline()
+    assert present is not None
+    checker.set_baseline(present.scaled(2.0))
+    doubled = checker.baseline()
+    assert doubled is not None
+    assert torch.equal(doubled.mean, present.mean * 2)
+    with pytest.raises(ValueError, match="shape"):
+        checker.set_baseline(Reduction(mean=torch.zeros(3), quantiles=present.quantiles))
+    with pytest.raises(ValueError, match="shape"):
+        checker.set_baseline(Reduction(mean=present.mean, quantiles=torch.zeros(3, 8)))
+    with pytest.raises(ValueError, match="finite"):
+        checker.set_baseline(present.scaled(math.inf))
+
+
+def test_a_new_checker_takes_a_siblings_baseline() -> None:
+    donor, heir = make(), make()
+    run(donor, 4)
+    baseline = donor.baseline()
+    assert baseline is not None
+    heir.set_baseline(baseline)
+    assert set(judge(heir, tensor(1)).observation.values) >= {Reason.L1, Reason.WASSERSTEIN}
+
+
+def test_off_judges_nothing() -> None:
+    checker = make(mode="off")
+    judgement = judge(checker, tensor(1) * math.nan)
+    assert judgement.verdict.accepted
+    checker.accept(judgement.observation)
+    checker.end_step(0)
+    assert checker.baseline() is None
+
+
+def test_every_statistic_has_a_fence_in_both_directions() -> None:
+    expected = {Reason(name) for name in (*STATISTICS, "continuity", "gain")}
+    for direction in Direction:
+        assert set(FENCING[direction]) == expected

@@ -1,0 +1,96 @@
+"""How far a tensor lies from what this boundary usually carries: the four distances of SENTINEL.
+
+A boundary tensor ``[batch, tokens, d]`` is first reduced (phi) to two small things:
+
+* ``mean`` ``[d]``: its mean over batch and tokens. The content of a microbatch changes with every
+  step, so a baseline per token position would mostly hold text, and a baseline per batch row would
+  mean nothing at all; what stays from one microbatch to the next is the mean of each feature.
+* ``quantiles`` ``[Q, K]``: the cloud of its tokens, projected on K fixed unit directions and
+  described by Q quantiles each. The mean is blind to noise that averages out, the cloud is not.
+
+Both are linear enough to be averaged over microbatches and over steps, so a baseline is itself a
+``Reduction`` and needs a few kilobytes, whatever the size of the tensors.
+
+Knows nothing of fences, peers or steps. Everything is float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DEFAULT_DIRECTIONS = 8
+"""K. The distance is a mean over directions and quantiles: 8 directions bring its sampling error below the
+honest spread, and sorting them is the largest part of the cost of a judgement."""
+
+DEFAULT_QUANTILES = 33
+"""Q. Mid-point quantiles (1.5 % to 98.5 %): the extremes of a heavy-tailed cloud are too noisy to compare."""
+
+TINY = 1e-30
+"""Keeps divisions defined for an all-zero baseline; far below any magnitude that training produces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """phi of one tensor, or the running mean of many: ``mean`` [d] and ``quantiles`` [Q, K], float32."""
+
+    mean: Tensor
+    quantiles: Tensor
+
+    def is_finite(self) -> bool:
+        """Whether every entry is a finite number."""
+        return bool(torch.isfinite(self.mean).all()) and bool(torch.isfinite(self.quantiles).all())
+
+    def scaled(self, factor: float) -> Reduction:
+        """Every entry times ``factor``."""
+        return Reduction(mean=self.mean * factor, quantiles=self.quantiles * factor)
+
+    def plus(self, other: Reduction) -> Reduction:
+        """The sum, entry by entry."""
+        return Reduction(mean=self.mean + other.mean, quantiles=self.quantiles + other.quantiles)
+
+
+def unit_directions(width: int, *, seed: int, count: int = DEFAULT_DIRECTIONS) -> Tensor:
+    """``count`` random unit vectors as columns, [width, count] float32, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(width, count, generator=generator)
+    return vectors.div_(torch.linalg.vector_norm(vectors, dim=0, keepdim=True))
+
+
+def reduce(tensor: Tensor, directions: Tensor, *, quantiles: int = DEFAULT_QUANTILES) -> Reduction:
+    """phi(tensor). ``tensor`` is [..., d] with at least one token, ``directions`` [d, K]."""
+    cloud = tensor.detach().reshape(-1, tensor.shape[-1]).float()
+    # [K, N], so that each sort runs over contiguous memory.
+    ordered = torch.mm(directions.t(), cloud.t()).sort(dim=1).values
+    last = cloud.shape[0] - 1
+    positions = ((torch.arange(quantiles) + 0.5) / quantiles * cloud.shape[0] - 0.5).clamp(0, last)
+    lower = positions.long()
+    upper = (lower + 1).clamp(max=last)
+    picked = torch.lerp(ordered[:, lower], ordered[:, upper], positions - lower)
+    return Reduction(mean=cloud.mean(dim=0), quantiles=picked.t())
+
+
+def mean_absolute(value: Reduction, baseline: Reduction) -> float:
+    """L1: mean over features of the absolute difference of the means. Unit: that of the tensor."""
+    return float((value.mean - baseline.mean).abs().mean())
+
+
+def normalised_l2(value: Reduction, baseline: Reduction) -> float:
+    """L2: Euclidean distance of the means over the norm of the baseline's mean. No unit."""
+    return float((value.mean - baseline.mean).norm() / baseline.mean.norm().clamp_min(TINY))
+
+
+def sign_flip_ratio(value: Reduction, baseline: Reduction) -> float:
+    """Share of features, in [0, 1], whose mean has another sign than the baseline's."""
+    return float((value.mean.sign() != baseline.mean.sign()).float().mean())
+
+
+def sliced_wasserstein(value: Reduction, baseline: Reduction) -> float:
+    """Mean 1-D Wasserstein-1 distance over the directions, in units of the baseline cloud's own spread.
+
+    The unit makes the level independent of the growth of activations and the decay of gradients.
+    """
+    spread = (baseline.quantiles - baseline.quantiles.mean(dim=0, keepdim=True)).abs().mean()
+    return float((value.quantiles - baseline.quantiles).abs().mean() / spread.clamp_min(TINY))
