@@ -123,9 +123,7 @@ class Averager:
         body_limit = 4 * (parameters + 1)
         transport.serve(Method.ROUND_JOIN, Route(handler=self._serve_join, admits=is_sibling))
         transport.serve(Method.ROUND_COMMIT, Route(handler=self._serve_commit, admits=is_sibling))
-        transport.serve(
-            Method.PART, Route(handler=self._serve_part, body_limit=body_limit, admits=is_sibling)
-        )
+        transport.serve(Method.PART, Route(handler=self._serve_part, body_limit=body_limit, admits=is_sibling))
         transport.serve(Method.AGGREGATE, Route(handler=self._serve_aggregate, admits=is_sibling))
 
     def stand_at(self, step: int) -> None:
@@ -221,9 +219,7 @@ class Averager:
                 else:
                     members = settle_members(self._me, members, announced)
 
-    def _check_agreement(
-        self, mine: Announcement, announced: dict[str, Announcement], dropped: set[str]
-    ) -> None:
+    def _check_agreement(self, mine: Announcement, announced: dict[str, Announcement], dropped: set[str]) -> None:
         """Only equal parameters may be averaged: leave out siblings that differ, or be left out.
 
         Raises:
@@ -266,9 +262,7 @@ class Averager:
             return None
         return await self.fetch(step, peers, want=digests[0])
 
-    async def _exchange(
-        self, contribution: Contribution, members: Members, attempt: int
-    ) -> tuple[torch.Tensor, int]:
+    async def _exchange(self, contribution: Contribution, members: Members, attempt: int) -> tuple[torch.Tensor, int]:
         """The butterfly: returns the mean over all members' microbatches, and how many they are."""
         bounds = slice_bounds(self._length, len(members))
         step = contribution.step
@@ -278,9 +272,7 @@ class Averager:
         start, end = bounds[own_index]
         self._add_part(gathering, self._me, contribution.gradient[start:end], contribution.microbatches)
         mean = torch.empty(self._length)
-        message = Part(
-            step=step, attempt=attempt, members=members, microbatches=contribution.microbatches
-        )
+        message = Part(step=step, attempt=attempt, members=members, microbatches=contribution.microbatches)
 
         async def trade(index: int) -> None:
             low, high = bounds[index]

@@ -84,9 +84,7 @@ class Coverage:
 
     def waiting_for(self, live: Collection[str], round_number: int) -> list[str]:
         """Live replicas that have not announced this round yet."""
-        return [
-            peer for peer in live if peer not in self.announced or self.announced[peer][0] < round_number
-        ]
+        return [peer for peer in live if peer not in self.announced or self.announced[peer][0] < round_number]
 
     def losses(self, live: Collection[str]) -> dict[int, float]:
         """Microbatch -> loss over all live replicas; the first peer in order counts where two have it."""

@@ -98,9 +98,7 @@ class Boundary:
             digest=digest,
             sketch=_pack(self._sketch(sent, step)),
         )
-        return Outgoing(
-            dtype=dtype.value, shape=tuple(tensor.shape), buffers=buffers, digest=digest, hop=hop
-        )
+        return Outgoing(dtype=dtype.value, shape=tuple(tensor.shape), buffers=buffers, digest=digest, hop=hop)
 
     def incoming(
         self,
@@ -123,9 +121,7 @@ class Boundary:
         """
         sender_stage = self._stage - 1 if direction is Direction.ACTIVATION else self._stage + 1
         tensor = self._decode(body, direction, dtype=dtype, shape=shape)
-        reason = check_tensor(
-            tensor, shape=self._shape, dtype=torch.float32, norm_bound=self._norm_bound
-        )
+        reason = check_tensor(tensor, shape=self._shape, dtype=torch.float32, norm_bound=self._norm_bound)
         if reason is not None:
             raise TensorError(f"a tensor from {sender[-8:]} breaks the guard {reason}", kind=reason.value)
         opened = open_hop(

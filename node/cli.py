@@ -24,23 +24,53 @@ def node_options(command: Any) -> Any:
     """Options that every long-running node takes."""
     for option in reversed(
         (
-            _option("--state-dir", envvar="SENTINEL_STATE_DIR", type=click.Path(path_type=Path), show_default=False,
-                    help="Folder for identity and state [default: the platform's data folder]."),
+            _option(
+                "--state-dir",
+                envvar="SENTINEL_STATE_DIR",
+                type=click.Path(path_type=Path),
+                show_default=False,
+                help="Folder for identity and state [default: the platform's data folder].",
+            ),
             _option("--host", envvar="SENTINEL_HOST", default="0.0.0.0", help="Address to listen on for peers."),
-            _option("--port", envvar="SENTINEL_PORT", type=click.IntRange(0, 65535), default=0,
-                    help="TCP port for peers; 0 chooses a free one."),
-            _option("--announce", envvar="SENTINEL_ANNOUNCE", multiple=True, show_default=False,
-                    help="Multiaddr (/ip4/…/tcp/…) to announce instead of the listening ones; may be repeated."),
+            _option(
+                "--port",
+                envvar="SENTINEL_PORT",
+                type=click.IntRange(0, 65535),
+                default=0,
+                help="TCP port for peers; 0 chooses a free one.",
+            ),
+            _option(
+                "--announce",
+                envvar="SENTINEL_ANNOUNCE",
+                multiple=True,
+                show_default=False,
+                help="Multiaddr (/ip4/…/tcp/…) to announce instead of the listening ones; may be repeated.",
+            ),
             _option("--reach/--no-reach", default=True, help="Use NAT port mapping and relays."),
-            _option("--http-host", envvar="SENTINEL_HTTP_HOST", default="127.0.0.1",
-                    help="Address for metrics and status."),
-            _option("--http-port", envvar="SENTINEL_HTTP_PORT", type=click.IntRange(0, 65535), default=0,
-                    help="TCP port for metrics and status; 0 chooses a free one."),
-            _option("--label", envvar="SENTINEL_LABEL", default="", show_default=False,
-                    help="A name for this node that people see."),
+            _option(
+                "--http-host", envvar="SENTINEL_HTTP_HOST", default="127.0.0.1", help="Address for metrics and status."
+            ),
+            _option(
+                "--http-port",
+                envvar="SENTINEL_HTTP_PORT",
+                type=click.IntRange(0, 65535),
+                default=0,
+                help="TCP port for metrics and status; 0 chooses a free one.",
+            ),
+            _option(
+                "--label",
+                envvar="SENTINEL_LABEL",
+                default="",
+                show_default=False,
+                help="A name for this node that people see.",
+            ),
             _option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to log."),
-            _option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
-                    help="How much to log."),
+            _option(
+                "--log-level",
+                type=click.Choice(["debug", "info", "warning", "error"]),
+                default="info",
+                help="How much to log.",
+            ),
             click.option("--ready-fd", type=click.IntRange(3), hidden=True),
         )
     ):
@@ -64,12 +94,23 @@ def cli() -> None:
 @_option("--stages", type=click.IntRange(2, 16), default=3, help="Pipeline stages.")
 @_option("--replicas", type=click.IntRange(1, 16), default=2, help="Honest replicas of each stage.")
 @_option("--steps", type=click.IntRange(1, 100000), default=60, help="Training steps.")
-@_option("--drill", "drills", multiple=True, metavar="ATTACK:STAGE", show_default=False,
-         help="An extra node of STAGE that attacks; may be repeated. [default: sign-flip in the middle stage]")
+@_option(
+    "--drill",
+    "drills",
+    multiple=True,
+    metavar="ATTACK:STAGE",
+    show_default=False,
+    help="An extra node of STAGE that attacks; may be repeated. [default: sign-flip in the middle stage]",
+)
 @_option("--no-drill", is_flag=True, help="No attacker at all.")
 @_option("--drill-from", type=click.IntRange(0), default=20, help="Step at which attacks begin.")
-@_option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), show_default=False,
-         help="Write the result to this file.")
+@_option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default=False,
+    help="Write the result to this file.",
+)
 @_option("--keep", is_flag=True, help="Keep the nodes' state folders and logs.")
 @_option("--plain", is_flag=True, help="Lines instead of a live view.")
 def demo(**options: Any) -> None:
@@ -143,14 +184,28 @@ def coordinate(path: Path, **options: Any) -> None:
 @cli.command()
 @click.argument("invite", required=False, envvar="SENTINEL_INVITE")
 @node_options
-@_option("--stage", type=click.IntRange(0, 127), show_default=False,
-         help="Claim this stage [default: the one that needs a node most].")
+@_option(
+    "--stage",
+    type=click.IntRange(0, 127),
+    show_default=False,
+    help="Claim this stage [default: the one that needs a node most].",
+)
 @_option("--device", envvar="SENTINEL_DEVICE", default="auto", help="auto, cpu, cuda or cuda:N.")
-@_option("--threads", envvar="SENTINEL_THREADS", type=click.IntRange(0, 1024), default=0,
-         help="Compute threads; 0 lets torch choose.")
-@_option("--drill", default="", metavar="ATTACK", show_default=False,
-         help="Attack the swarm on purpose, where its manifest allows drills: constant, random, scale, "
-         "sign-flip, random-sign, delay, bias or noise, also with gradient- or both- before it.")
+@_option(
+    "--threads",
+    envvar="SENTINEL_THREADS",
+    type=click.IntRange(0, 1024),
+    default=0,
+    help="Compute threads; 0 lets torch choose.",
+)
+@_option(
+    "--drill",
+    default="",
+    metavar="ATTACK",
+    show_default=False,
+    help="Attack the swarm on purpose, where its manifest allows drills: constant, random, scale, "
+    "sign-flip, random-sign, delay, bias or noise, also with gradient- or both- before it.",
+)
 @_option("--drill-from", type=click.IntRange(0), default=0, help="Step at which the attack begins.")
 @_option("--exit-when-done", is_flag=True, help="Leave after the last step instead of holding the model.")
 def join(invite: str | None, **options: Any) -> None:
@@ -206,8 +261,13 @@ def identity() -> None:
 
 
 def _state_option(command: Any) -> Any:
-    return _option("--state-dir", envvar="SENTINEL_STATE_DIR", type=click.Path(path_type=Path), show_default=False,
-                   help="Folder for identity and state [default: the platform's data folder].")(command)
+    return _option(
+        "--state-dir",
+        envvar="SENTINEL_STATE_DIR",
+        type=click.Path(path_type=Path),
+        show_default=False,
+        help="Folder for identity and state [default: the platform's data folder].",
+    )(command)
 
 
 @identity.command("show")

@@ -193,9 +193,7 @@ class Node:
             assert settings.invite is not None
             seeds = [*settings.invite.addresses, *self.folder.load_peers()]
             self.set_state(NodeState.BOOTSTRAPPING, "looking for the swarm")
-            seed = await self.network.contact(
-                seeds, lambda why: self.set_state(NodeState.BOOTSTRAPPING, why)
-            )
+            seed = await self.network.contact(seeds, lambda why: self.set_state(NodeState.BOOTSTRAPPING, why))
             self._check_clock(seed)
             self.manifest = await self.network.fetch_manifest(seed)
             self.network.tune(self.manifest)
@@ -215,9 +213,7 @@ class Node:
         await self.network.join_dht(peer, seeds)
 
     def _begin_membership(self, manifest: Manifest) -> None:
-        self.telemetry.set_tokens_per_microbatch(
-            manifest.training.sequences_per_microbatch * manifest.model.context
-        )
+        self.telemetry.set_tokens_per_microbatch(manifest.training.sequences_per_microbatch * manifest.model.context)
         self.membership = Membership(
             identity=self.identity,
             swarm=self.swarm,
@@ -312,9 +308,7 @@ class Node:
         )
         data = None
         if stage == 0:
-            tokenizer = await asyncio.to_thread(
-                load_tokenizer, manifest.data.tokenizer, manifest.data.tokenizer_sha256
-            )
+            tokenizer = await asyncio.to_thread(load_tokenizer, manifest.data.tokenizer, manifest.data.tokenizer_sha256)
             data = await asyncio.to_thread(
                 open_source,
                 manifest.data,
@@ -567,9 +561,7 @@ class Node:
             )
             if self.membership is not None and self.manifest is not None:
                 for stage in range(self.manifest.num_stages):
-                    self.metrics.view_replicas.labels(stage=str(stage)).set(
-                        len(self.membership.view.replicas(stage))
-                    )
+                    self.metrics.view_replicas.labels(stage=str(stage)).set(len(self.membership.view.replicas(stage)))
             if self.guard is not None and self.membership is not None:
                 self.metrics.set_trust(
                     {
@@ -587,9 +579,7 @@ class Node:
 
     def _peer_addresses(self) -> list[str]:
         claims = self.membership.view.claims.values() if self.membership is not None else ()
-        return [
-            address for claim in claims if claim.peer != self.identity.peer_id for address in claim.addresses
-        ]
+        return [address for claim in claims if claim.peer != self.identity.peer_id for address in claim.addresses]
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -78,9 +78,7 @@ class TokenStream:
         return torch.from_numpy(rows)
 
 
-def open_source(
-    data: DataSection, tokenizer: Tokenizer, *, vocab_size: int, sequences_per_step: int
-) -> TokenStream:
+def open_source(data: DataSection, tokenizer: Tokenizer, *, vocab_size: int, sequences_per_step: int) -> TokenStream:
     """Read the manifest's data source and encode it.
 
     Args:
@@ -114,9 +112,7 @@ def open_source(
             raise DataSourceError(f"data.source: has more than {MAX_TOKENS} tokens; use a part of it")
     if not buffer:
         raise DataSourceError(f"data.source: {data.source} holds no text; use another")
-    return TokenStream(
-        np.frombuffer(buffer, dtype=dtype), seed=data.seed, sequences_per_step=sequences_per_step
-    )
+    return TokenStream(np.frombuffer(buffer, dtype=dtype), seed=data.seed, sequences_per_step=sequences_per_step)
 
 
 def permuted(index: int, count: int, key: bytes) -> int:

@@ -180,8 +180,18 @@ class Demo:
         await asyncio.gather(*(self._node(str(invite), *entry) for entry in plan))
 
     async def _node(self, invite: str, name: str, stage: int, attack: str) -> None:
-        arguments = ["join", invite, *LOOPBACK, "--stage", str(stage), "--label", name, "--threads", "1",
-                     "--exit-when-done"]
+        arguments = [
+            "join",
+            invite,
+            *LOOPBACK,
+            "--stage",
+            str(stage),
+            "--label",
+            name,
+            "--threads",
+            "1",
+            "--exit-when-done",
+        ]
         if attack:
             arguments += ["--drill", attack, "--drill-from", str(self._options.drill_from)]
         child = await self._child(name, arguments, stage=stage, attack=attack)

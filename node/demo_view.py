@@ -53,7 +53,9 @@ class DemoView:
 
     def say(self, text: str) -> None:
         """One line of progress."""
-        self._console.print(f"[{time.monotonic() - self._started:5.1f} s] {text}", markup=False, highlight=False)
+        self._console.print(
+            f"[{time.monotonic() - self._started:5.1f} s] {text}", markup=False, highlight=False, soft_wrap=True
+        )
 
     def update(self, children: list[Child]) -> None:
         """Show the newest statuses."""
@@ -73,7 +75,8 @@ class DemoView:
     def _picture(self, workers: list[Child]) -> Group:
         step = max((child.status.get("step", 0) for child in workers), default=0)
         rate = max((child.status.get("tokens_per_second", 0.0) for child in workers), default=0.0)
-        losses: list[tuple[int, float]] = max((child.status.get("losses", []) for child in workers), key=len, default=[])
+        histories: list[list[tuple[int, float]]] = [child.status.get("losses", []) for child in workers]
+        losses = max(histories, key=len, default=[])
         head = Text(f"step {step} of {self._manifest.training.steps}")
         if losses:
             head.append(f"   loss {losses[-1][1]:.3f}   {rate:.0f} tokens/s   ")

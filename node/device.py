@@ -67,19 +67,13 @@ def available_memory_bytes(device: torch.device) -> int:
     return available if limited is None else min(available, limited)
 
 
-def cgroup_available_bytes(
-    root: Path = _CGROUP_ROOT, membership: Path = _CGROUP_MEMBERSHIP
-) -> int | None:
+def cgroup_available_bytes(root: Path = _CGROUP_ROOT, membership: Path = _CGROUP_MEMBERSHIP) -> int | None:
     """What the memory limits of this process's control groups leave free, or None without a limit.
 
     Reads version 2 and 1, every group from this process's up to the root, since the tightest counts. File
     cache that the kernel can drop is not counted as used.
     """
-    rooms = [
-        room
-        for folder, names in _memory_groups(root, membership)
-        if (room := _room(folder, *names)) is not None
-    ]
+    rooms = [room for folder, names in _memory_groups(root, membership) if (room := _room(folder, *names)) is not None]
     return min(rooms, default=None)
 
 

@@ -137,8 +137,7 @@ def _check_sha256(files: list[Path], expected: str) -> None:
     found = (digests[0] if len(digests) == 1 else together).hexdigest()
     if found != expected:
         raise DataSourceError(
-            f"data.source: the data here has SHA-256 {found}, and the manifest names {expected};"
-            " get the swarm's data"
+            f"data.source: the data here has SHA-256 {found}, and the manifest names {expected}; get the swarm's data"
         )
 
 
@@ -202,9 +201,7 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
                 yield from _texts(batch.column(0).to_pylist(), str(file), text_field)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise DataSourceError(
-            f"data.source: {file} cannot be read as parquet ({reason}); get the file again"
-        ) from None
+        raise DataSourceError(f"data.source: {file} cannot be read as parquet ({reason}); get the file again") from None
 
 
 def _texts(values: Iterable[object], where: str, text_field: str) -> Iterator[str]:
@@ -221,9 +218,7 @@ def _texts(values: Iterable[object], where: str, text_field: str) -> Iterator[st
 
 def _no_field(where: str, text_field: str, names: Iterable[object]) -> DataSourceError:
     known = ", ".join([repr(str(name)[:40]) for name in names][:10]) or "nothing"
-    return DataSourceError(
-        f"data.text_field: {where} has no field {text_field!r}, but {known}; name one of these"
-    )
+    return DataSourceError(f"data.text_field: {where} has no field {text_field!r}, but {known}; name one of these")
 
 
 def _unreadable(file: Path, error: OSError) -> DataSourceError:

@@ -130,14 +130,10 @@ class Forming:
             )
         if pinned is not None and self.fits(pinned):
             return pinned
-        claims = [
-            claim for claim in self._membership.view.claims.values() if claim.peer not in self._excluded()
-        ]
+        claims = [claim for claim in self._membership.view.claims.values() if claim.peer not in self._excluded()]
         stage = None
         if pinned is None:
-            stage = choose_stage(
-                claims, num_stages=self._manifest.num_stages, fits=self.fits, rng=self._rng
-            )
+            stage = choose_stage(claims, num_stages=self._manifest.num_stages, fits=self.fits, rng=self._rng)
         if stage is None:
             smallest = min(map(self._manifest.stage_memory_bytes, range(self._manifest.num_stages)))
             needed = smallest if pinned is None else self._manifest.stage_memory_bytes(pinned)

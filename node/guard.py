@@ -11,13 +11,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from node.boundary import Incoming
 from node.telemetry import Telemetry
 from node.view import View
 from protocol.errors import RefusedError, RemoteError
+from protocol.hops import open_hop
 from protocol.manifest import Manifest
+from protocol.messages import Cleared
 from protocol.records import Accusation
 from verifier.config import CheckerConfig
+from verifier.corroboration import corroborated
 from verifier.ledger import Ledger, PeerState, StandingChanged
 from verifier.quorum import ejects, neighbouring_stages
 from verifier.sentinel import BoundaryChecker, Judgement
@@ -50,6 +56,10 @@ class Judged:
     judgement: Judgement | None
     flag: FlaggedError | None = None
     """What would have refused the tensor, in observe mode."""
+    cleared: tuple[str, ...] = ()
+    """Replicas that sent this same flagged tensor: it is unusual, and nobody is to blame."""
+    hops: tuple[bytes, ...] = ()
+    """The signed proof of that."""
 
 
 def checker_config(manifest: Manifest) -> CheckerConfig:
@@ -100,16 +110,25 @@ class Guard:
         self._wall_clock = wall_clock
         self._config = checker_config(manifest)
         self.ledger = Ledger(self._config)
-        self._checkers = {
-            direction: BoundaryChecker(self._config, direction, seed=seed) for direction in Direction
-        }
+        self._checkers = {direction: BoundaryChecker(self._config, direction, seed=seed) for direction in Direction}
         self._evidence: dict[str, list[str]] = {}
+        self._suspects: dict[tuple[Direction, int, int], dict[str, tuple[Tensor, bytes]]] = {}
+        self._struck: dict[tuple[int, int], set[str]] = {}
         self._step = 0
 
     # in the compute thread -----------------------------------------------------------
 
-    def judge(self, incoming: Incoming, *, sender: str, step: int, direction: Direction) -> Judged:
-        """Judge a tensor.
+    def judge(
+        self,
+        incoming: Incoming,
+        *,
+        sender: str,
+        step: int,
+        microbatch: int,
+        direction: Direction,
+        replicas: int,
+    ) -> Judged:
+        """Judge a tensor; ``replicas`` is the number of live replicas of the sender's stage.
 
         Raises:
             FlaggedError: it must not be used.
@@ -122,6 +141,14 @@ class Guard:
         verdict = judgement.verdict
         if verdict.accepted:
             return Judged(sender=sender, direction=direction, judgement=judgement)
+        suspects = self._suspects.setdefault((direction, step, microbatch), {})
+        suspects[sender] = (incoming.sketch, incoming.hop)
+        agreeing = corroborated(
+            [(peer, found) for peer, (found, _) in suspects.items()], peer=sender, replicas=replicas
+        )
+        if agreeing:
+            hops = tuple(suspects[peer][1] for peer in agreeing)
+            return Judged(sender=sender, direction=direction, judgement=None, cleared=agreeing, hops=hops)
         scores = ", ".join(f"{name} {score:.2f}" for name, score in verdict.scores.items() if score > 1)
         error = FlaggedError(
             f"the {direction} of {sender[-8:]} is flagged ({scores} times its fence)",
@@ -141,6 +168,7 @@ class Guard:
         """Fold what was accepted in this step into the baselines."""
         for checker in self._checkers.values():
             checker.end_step(step)
+        self._suspects = {key: found for key, found in self._suspects.items() if key[1] > step}
 
     # in the event loop ---------------------------------------------------------------
 
@@ -159,23 +187,57 @@ class Guard:
 
     def ejected(self) -> set[str]:
         """Peers that the swarm has ejected."""
-        return {
-            peer for peer in self._view.claims if self.ledger.standing(peer).state is PeerState.EJECTED
-        }
+        return {peer for peer in self._view.claims if self.ledger.standing(peer).state is PeerState.EJECTED}
 
-    def breach(self, peer: str, error: RemoteError, step: int) -> None:
+    def breach(self, peer: str, error: RemoteError, step: int, microbatch: int) -> None:
         """A peer's message was refused: strike it if that was its own doing."""
         if isinstance(error, FlaggedError):
+            self._struck.setdefault((step, microbatch), set()).add(peer)
             for reason in error.reasons:
                 self._telemetry.flagged(peer, error.direction.value, reason.value)
             self.strike(peer, error.reasons[0], step, detail=str(error))
         elif error.kind not in NOT_THEIR_FAULT:
             self.strike(peer, GUARD_REASONS.get(error.kind, Reason.PROTOCOL), step, detail=str(error))
 
-    def note(self, judged: Judged, step: int) -> None:
-        """Report what would have happened to a tensor, in observe mode."""
+    def note(self, judged: Judged, step: int, microbatch: int) -> None:
+        """Act on a judgement that let the tensor pass: clear whom it clears; report what observe mode hides."""
         if judged.flag is not None:
-            self.breach(judged.sender, judged.flag, step)
+            self.breach(judged.sender, judged.flag, step, microbatch)
+        if judged.cleared:
+            self.clear(judged.cleared, step=step, microbatch=microbatch)
+
+    def clear(self, peers: tuple[str, ...], *, step: int, microbatch: int) -> None:
+        """Take back the strikes that these peers got for a microbatch whose content is to blame."""
+        struck = self._struck.get((step, microbatch), set())
+        for peer in struck.intersection(peers):
+            struck.discard(peer)
+            self._handle(self.ledger.forgive(peer, step=step), step, None)
+            self._telemetry.event(
+                "cleared", step, peer=peer, text=f"microbatch {microbatch} is unusual; its siblings computed the same"
+            )
+
+    def check_clearance(
+        self, message: Cleared, *, stage: int, sketch_bytes: int, swarm: bytes, replicas: int
+    ) -> tuple[str, ...]:
+        """The peers that a sibling's notice clears, after checking its proof here.
+
+        Raises:
+            MessageError: the proof is not what it should be.
+        """
+        sketches: list[tuple[str, Tensor]] = []
+        for data in message.hops:
+            hop = open_hop(
+                data,
+                swarm,
+                stage=stage - 1,
+                step=message.step,
+                microbatch=message.microbatch,
+                direction=Direction.ACTIVATION.value,
+                sketch_bytes=sketch_bytes,
+            )
+            if self._view.stage_of(hop.peer) == stage - 1:
+                sketches.append((hop.peer, torch.frombuffer(bytearray(hop.sketch), dtype=torch.float32)))
+        return corroborated(sketches, peer=sketches[0][0], replicas=replicas) if sketches else ()
 
     def strike(self, peer: str, reason: Reason, step: int, detail: str = "") -> None:
         """Count an offence; at the limit the peer is quarantined here and accused in the swarm."""
@@ -190,6 +252,7 @@ class Guard:
     def end_step(self, step: int) -> None:
         """Let strikes leak, and ejections run out."""
         self._step = step + 1
+        self._struck = {key: peers for key, peers in self._struck.items() if key[0] >= step - 1}
         self._handle(self.ledger.end_step(step), step, None)
         self._handle(self.ledger.expire(self._wall_clock()), step, None)
 

@@ -80,9 +80,7 @@ def single_line(text: str) -> str:
         text = f"{text[:MAX_MESSAGE_CHARS]}... ({len(text)} characters)"
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
-    )
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 class TextFormatter(logging.Formatter):

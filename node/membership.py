@@ -200,9 +200,7 @@ class Membership:
     async def publish_accusation(self, data: bytes, accusation: Accusation) -> None:
         """Write an accusation to the DHT, and push it to everyone concerned, the accused among them."""
         self.take(accusation, data)
-        await asyncio.gather(
-            self._store_quietly(data), self.push([data], {*self._push_targets(), accusation.accused})
-        )
+        await asyncio.gather(self._store_quietly(data), self.push([data], {*self._push_targets(), accusation.accused}))
 
     def _push_targets(self) -> set[str]:
         return {*self.view.claims, *self._transport.connected(), *self._extra_peers}

@@ -82,20 +82,12 @@ class Metrics:
     # definitions ---------------------------------------------------------------------
 
     def _define_training(self) -> None:
-        self.node_state = self._gauge(
-            "node_state", "1 for the state that the node is in, 0 for the others.", "state"
-        )
-        self.info = Info(
-            "sentinel", "Version, swarm, peer id and stage of this node.", registry=self.registry
-        )
+        self.node_state = self._gauge("node_state", "1 for the state that the node is in, 0 for the others.", "state")
+        self.info = Info("sentinel", "Version, swarm, peer id and stage of this node.", registry=self.registry)
         self.step = self._gauge("step", "The optimizer step that the node is working on.")
-        self.loss = self._gauge(
-            "loss", "Mean training loss of the last step in nats per token; NaN until it is known."
-        )
+        self.loss = self._gauge("loss", "Mean training loss of the last step in nats per token; NaN until it is known.")
         self.tokens = self._counter("tokens_total", "Tokens that this node has trained on, both ways.")
-        self.microbatches = self._counter(
-            "microbatches_total", "Microbatches by how they ended here.", "outcome"
-        )
+        self.microbatches = self._counter("microbatches_total", "Microbatches by how they ended here.", "outcome")
         self.contributed = self._counter(
             "contributed_microbatches_total", "Microbatches whose gradient this node has added to its stage."
         )
@@ -111,9 +103,7 @@ class Metrics:
         self.averaging_rounds = self._counter(
             "averaging_rounds_total", "Averaging rounds by how they ended.", "outcome"
         )
-        self.averaging_seconds = self._histogram(
-            "averaging_seconds", "Seconds of an averaging round.", STEP_BUCKETS
-        )
+        self.averaging_seconds = self._histogram("averaging_seconds", "Seconds of an averaging round.", STEP_BUCKETS)
         self.parameter_agreement = self._gauge(
             "parameter_agreement", "1 if this node's parameters are those of most siblings, else 0."
         )
@@ -139,13 +129,9 @@ class Metrics:
             "requests_total", "Requests that this node made, by how they ended.", "method", "outcome"
         )
         self.remote_errors = self._counter("remote_errors_total", "Rules that peers broke, by kind.", "kind")
-        self.dht_seconds = self._histogram(
-            "dht_seconds", "Seconds of a DHT operation.", DHT_BUCKETS, "operation"
-        )
+        self.dht_seconds = self._histogram("dht_seconds", "Seconds of a DHT operation.", DHT_BUCKETS, "operation")
         self.dht_failures = self._counter("dht_failures_total", "DHT operations that failed.", "operation")
-        self.record_rejects = self._counter(
-            "record_rejects_total", "DHT records refused, by what was wrong.", "kind"
-        )
+        self.record_rejects = self._counter("record_rejects_total", "DHT records refused, by what was wrong.", "kind")
         self.clock_offset = self._gauge("clock_offset_seconds", "Median of peers' clocks minus this node's.")
         self.peers_connected = self._gauge("peers_connected", "Peers with an open control stream.")
         for direction in ("in", "out"):
@@ -178,23 +164,15 @@ class Metrics:
             self.accusations.labels(direction=direction)
 
     def _define_swarm(self) -> None:
-        self.view_replicas = self._gauge(
-            "view_replicas", "Live replicas of a stage in this node's view.", "stage"
-        )
+        self.view_replicas = self._gauge("view_replicas", "Live replicas of a stage in this node's view.", "stage")
 
     def _define_process(self) -> None:
         self.open_files = self._gauge("open_files", "Open file descriptors of the node's process.")
-        self.open_files_limit = self._gauge(
-            "open_files_limit", "The most that it may open; -1 without a limit."
-        )
+        self.open_files_limit = self._gauge("open_files_limit", "The most that it may open; -1 without a limit.")
         self.resident_memory = self._gauge("resident_memory_bytes", "Resident memory of the node's process.")
         self.p2pd_up = self._gauge("p2pd_up", "1 while the p2pd child runs, else 0.")
-        self.p2pd_resident_memory = self._gauge(
-            "p2pd_resident_memory_bytes", "Resident memory of the p2pd child."
-        )
-        self.event_loop_lag = self._gauge(
-            "event_loop_lag_seconds", "How late the event loop woke up at the last look."
-        )
+        self.p2pd_resident_memory = self._gauge("p2pd_resident_memory_bytes", "Resident memory of the p2pd child.")
+        self.event_loop_lag = self._gauge("event_loop_lag_seconds", "How late the event loop woke up at the last look.")
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"sentinel_{name}", text, labels, registry=self.registry)
@@ -218,9 +196,7 @@ class Metrics:
 
     def request_done(self, method: str, outcome: str) -> None:
         """A request to a peer ended as ``ok`` or with a word for what went wrong."""
-        self.requests.labels(
-            method=bounded(method, METHODS), outcome=bounded(outcome, REQUEST_OUTCOMES)
-        ).inc()
+        self.requests.labels(method=bounded(method, METHODS), outcome=bounded(outcome, REQUEST_OUTCOMES)).inc()
 
     def remote_error(self, kind: str) -> None:
         """A peer broke a rule."""

@@ -229,9 +229,7 @@ class StageModule(nn.Module):
             _draw(parameter, model.seed, name, std)
 
 
-def stage_layout(
-    model: ModelSection, layers_per_stage: Sequence[int], stage: int
-) -> tuple[ParameterSlot, ...]:
+def stage_layout(model: ModelSection, layers_per_stage: Sequence[int], stage: int) -> tuple[ParameterSlot, ...]:
     """The layout of a stage, without allocating its parameters."""
     with torch.device("meta"):
         return StageModule(model, layers_per_stage, stage).layout()

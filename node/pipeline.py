@@ -30,7 +30,7 @@ from protocol.framing import Buffer
 from protocol.hops import check_receipt, check_tokens, sign_receipt, sign_tokens
 from protocol.identity import Identity
 from protocol.manifest import Manifest
-from protocol.messages import End, Method, Train, Trained
+from protocol.messages import Cleared, End, Method, Train, Trained
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
 from verifier.verdicts import Direction, Reason
@@ -38,9 +38,8 @@ from verifier.verdicts import Direction, Reason
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 64
-FORGIVABLE = frozenset(
-    {"busy", "wrong_step", "not_admitted", "unknown_peer", "unavailable", "not_started", "method"}
-)
+MAX_CLEARED_HOPS = 16
+FORGIVABLE = frozenset({"busy", "wrong_step", "not_admitted", "unknown_peer", "unavailable", "not_started", "method"})
 """Refusals that pass: they say nothing about this node's work, and are tried again after a change."""
 
 
@@ -87,6 +86,8 @@ class Returned:
     incoming: Incoming
     judged: Judged
     peer: str
+    outlier: bool
+    """Whether the microbatch was flagged further down and then cleared."""
 
 
 class Pipeline:
@@ -125,10 +126,12 @@ class Pipeline:
         self._open_calls: dict[str, int] = {}
         self._tokens_bytes = 4 * manifest.training.sequences_per_microbatch * (manifest.model.context + 1)
         self._next_key = 0
+        self._notices: set[asyncio.Task[None]] = set()
         self.waiting_reason = ""
         body_limit = self._tokens_bytes + boundary.body_bytes(Direction.ACTIVATION)
         transport.serve(Method.TRAIN, Route(handler=self._serve_train, body_limit=body_limit, admits=self._admits))
         transport.serve(Method.END, Route(handler=self._serve_end, admits=self._admits))
+        transport.serve(Method.CLEARED, Route(handler=self._serve_cleared, admits=self._is_sibling))
 
     # the step ------------------------------------------------------------------------
 
@@ -156,9 +159,7 @@ class Pipeline:
 
     def peers(self, stage: int, step: int) -> list[str]:
         """Live replicas of a stage that take part in a step and that this node deals with."""
-        return [
-            claim.peer for claim in self._membership.view.roster(stage, step, without=self._guard.excluded())
-        ]
+        return [claim.peer for claim in self._membership.view.roster(stage, step, without=self._guard.excluded())]
 
     def quiet(self, step: Step) -> bool:
         """Whether no microbatch of the step is inside this node."""
@@ -182,7 +183,10 @@ class Pipeline:
                 log.debug("peer %s did not take the end of step %d: %s", peer[-8:], step, error)
 
         def untold() -> list[str]:
-            return [peer for peer in self.peers(self._stage + 1, step) if peer not in told]
+            # Also to those that only this node has quarantined: END is no work, and whoever waited for it
+            # in vain would hold up the stages below.
+            roster = self._membership.view.roster(self._stage + 1, step, without=self._guard.ejected())
+            return [claim.peer for claim in roster if claim.peer not in told]
 
         while self._next_step <= step + 1:
             await asyncio.gather(*map(tell, untold()))
@@ -217,21 +221,28 @@ class Pipeline:
             self._telemetry.in_flight(+1)
             key = self._new_key()
             try:
-                outgoing = await self._worker.run(
-                    Priority.FORWARD, self._forward, key, step.number, microbatch, tokens[:, :-1]
-                )
-                returned = await self._downstream(step, work, outgoing)
-                await self._worker.run(Priority.BACKWARD, self._backward_only, key, returned)
+                if self._stage == self._last:
+                    loss = await self._worker.run(Priority.FORWARD, self._train_alone, key, tokens)
+                else:
+                    outgoing = await self._worker.run(
+                        Priority.FORWARD, self._forward, key, step.number, microbatch, tokens[:, :-1]
+                    )
+                    returned = await self._downstream(step, work, outgoing)
+                    loss = returned.loss
+                    await self._worker.run(Priority.BACKWARD, self._backward_only, key, returned)
             finally:
                 self._telemetry.in_flight(-1)
                 await self._discard(key)
-        self._completed(step, microbatch, returned.loss)
-        return returned.loss
+        self._completed(step, microbatch, loss)
+        return loss
 
     # work that comes from upstream ---------------------------------------------------
 
     def _admits(self, peer: str) -> bool:
         return self._membership.view.stage_of(peer) == self._stage - 1 and self._guard.allows(peer)
+
+    def _is_sibling(self, peer: str) -> bool:
+        return self._membership.view.stage_of(peer) == self._stage and self._guard.allows(peer)
 
     async def _serve_end(self, request: Request) -> Response:
         message = decode(End, request.head)
@@ -257,7 +268,7 @@ class Pipeline:
                 step.serving -= 1
                 self._membership.notify()
         except RemoteError as error:
-            self._guard.breach(sender, error, message.step)
+            self._guard.breach(sender, error, message.step, message.microbatch)
             raise
         finally:
             self._open_calls[sender] -= 1
@@ -265,7 +276,9 @@ class Pipeline:
     async def _step_of(self, number: int) -> Step:
         """The step that a message is about, once it has begun."""
         if not self._next_step <= number <= self._next_step + 1:
-            raise RefusedError(f"step {number} is over or far ahead; this node is at {self._next_step}", kind="wrong_step")
+            raise RefusedError(
+                f"step {number} is over or far ahead; this node is at {self._next_step}", kind="wrong_step"
+            )
 
         def begun() -> bool:
             return self._step is not None and self._step.number >= number
@@ -286,32 +299,43 @@ class Pipeline:
             raise MessageError(f"microbatch {message.microbatch} does not exist", kind="size")
         step.seen.add(identity)
         work, body = self._open(step, request, message)
+        replicas = len(self.peers(self._stage - 1, step.number))
         async with self._slots:
             self._telemetry.in_flight(+1)
             key = self._new_key()
             try:
                 if self._stage == self._last:
                     outgoing, loss, incoming, judged = await self._worker.run(
-                        Priority.FORWARD, self._receive_last, key, step.number, request.peer, message, work, body
+                        Priority.FORWARD,
+                        self._receive_last,
+                        key,
+                        step.number,
+                        request.peer,
+                        message,
+                        work,
+                        body,
+                        replicas,
                     )
-                    input_hop = None
+                    input_hop, outlier = None, False
                 else:
                     forwarded, incoming, judged = await self._worker.run(
-                        Priority.FORWARD, self._receive, key, step.number, request.peer, message, body
+                        Priority.FORWARD, self._receive, key, step.number, request.peer, message, body, replicas
                     )
                     returned = await self._downstream(step, work, forwarded)
-                    loss, input_hop = returned.loss, returned.incoming.hop
+                    loss, input_hop, outlier = returned.loss, returned.incoming.hop, returned.outlier
                     outgoing = await self._worker.run(
                         Priority.BACKWARD, self._backward, key, step.number, message.microbatch, returned
                     )
-                self._guard.note(judged, step.number)
+                self._guard.note(judged, step.number, message.microbatch)
+                self._tell_cleared(judged, step.number, message.microbatch)
                 await self._worker.run(Priority.CHECK, self._guard.accept, judged)
             finally:
                 self._telemetry.in_flight(-1)
                 await self._discard(key)
         self._guard.credit(request.peer, step.number)
         self._completed(step, message.microbatch, loss)
-        return self._answer(step, message.microbatch, loss, incoming, outgoing, input_hop)
+        outlier = outlier or bool(judged.cleared)
+        return self._answer(step, message.microbatch, loss, incoming, outgoing, input_hop, outlier)
 
     def _open(self, step: Step, request: Request, message: Train) -> tuple[Work, Buffer]:
         """Split the body and check the tokens against their origin's signature."""
@@ -348,6 +372,7 @@ class Pipeline:
         incoming: Incoming,
         outgoing: Outgoing,
         input_hop: bytes | None,
+        outlier: bool,
     ) -> Response:
         receipt = sign_receipt(
             self._identity,
@@ -366,6 +391,7 @@ class Pipeline:
             input_hop=input_hop,
             receipt=receipt,
             parameters=step.parameters,
+            outlier=outlier,
         )
         return Response(head=encode(head), body=outgoing.buffers)
 
@@ -406,11 +432,11 @@ class Pipeline:
                 self._telemetry.retried(work.microbatch, step.number, peer, error)
                 continue
             for other, kind in refused.items():
-                if kind == UnfinishedError.default_kind:
+                if kind == UnfinishedError.default_kind and not returned.outlier:
                     # Another replica has completed the very same microbatch, so it could be done.
                     self._guard.strike(other, Reason.UNFINISHED, step.number)
             self._guard.credit(returned.peer, step.number)
-            self._guard.note(returned.judged, step.number)
+            self._guard.note(returned.judged, step.number, work.microbatch)
             await self._worker.run(Priority.CHECK, self._guard.accept, returned.judged)
             return returned
         kinds = ", ".join(sorted(set(refused.values()))) or "no replica answers"
@@ -436,9 +462,7 @@ class Pipeline:
         """Time for the call to the next stage: longer the more hops lie below it."""
         return self._manifest.network.hop_timeout_seconds * (self._last - self._stage + 1)
 
-    async def _call_downstream(
-        self, step: Step, work: Work, outgoing: Outgoing, peer: str, attempt: int
-    ) -> Returned:
+    async def _call_downstream(self, step: Step, work: Work, outgoing: Outgoing, peer: str, attempt: int) -> Returned:
         message = Train(
             step=step.number,
             microbatch=work.microbatch,
@@ -463,7 +487,14 @@ class Pipeline:
         try:
             trained = decode(Trained, response.head)
             incoming, judged = await self._worker.run(
-                Priority.BACKWARD, self._receive_gradient, step.number, work.microbatch, peer, trained, response.data
+                Priority.BACKWARD,
+                self._receive_gradient,
+                step.number,
+                work.microbatch,
+                peer,
+                trained,
+                response.data,
+                len(self.peers(self._stage + 1, step.number)),
             )
             if not check_receipt(
                 peer,
@@ -477,9 +508,10 @@ class Pipeline:
             ):
                 raise MessageError("a receipt does not fit what was sent and returned", kind="receipt")
         except RemoteError as error:
-            self._guard.breach(peer, error, step.number)
+            self._guard.breach(peer, error, step.number, work.microbatch)
             raise
-        return Returned(loss=trained.loss, incoming=incoming, judged=judged, peer=peer)
+        outlier = trained.outlier or bool(judged.cleared)
+        return Returned(loss=trained.loss, incoming=incoming, judged=judged, peer=peer, outlier=outlier)
 
     # in the compute thread -----------------------------------------------------------
 
@@ -487,12 +519,10 @@ class Pipeline:
         with self._telemetry.phase("forward"):
             output = self._runner.forward(key, value)
         with self._telemetry.phase("send"):
-            return self._boundary.outgoing(
-                output, step=step, microbatch=microbatch, direction=Direction.ACTIVATION
-            )
+            return self._boundary.outgoing(output, step=step, microbatch=microbatch, direction=Direction.ACTIVATION)
 
     def _take_activation(
-        self, step: int, sender: str, message: Train, body: Buffer
+        self, step: int, sender: str, message: Train, body: Buffer, replicas: int
     ) -> tuple[Incoming, Judged]:
         with self._telemetry.phase("check"):
             incoming = self._boundary.incoming(
@@ -506,18 +536,26 @@ class Pipeline:
                 microbatch=message.microbatch,
                 direction=Direction.ACTIVATION,
             )
-            return incoming, self._guard.judge(incoming, sender=sender, step=step, direction=Direction.ACTIVATION)
+            judged = self._guard.judge(
+                incoming,
+                sender=sender,
+                step=step,
+                microbatch=message.microbatch,
+                direction=Direction.ACTIVATION,
+                replicas=replicas,
+            )
+            return incoming, judged
 
     def _receive(
-        self, key: int, step: int, sender: str, message: Train, body: Buffer
+        self, key: int, step: int, sender: str, message: Train, body: Buffer, replicas: int
     ) -> tuple[Outgoing, Incoming, Judged]:
-        incoming, judged = self._take_activation(step, sender, message, body)
+        incoming, judged = self._take_activation(step, sender, message, body, replicas)
         return self._forward(key, step, message.microbatch, incoming.tensor), incoming, judged
 
     def _receive_last(
-        self, key: int, step: int, sender: str, message: Train, work: Work, body: Buffer
+        self, key: int, step: int, sender: str, message: Train, work: Work, body: Buffer, replicas: int
     ) -> tuple[Outgoing, float, Incoming, Judged]:
-        incoming, judged = self._take_activation(step, sender, message, body)
+        incoming, judged = self._take_activation(step, sender, message, body, replicas)
         training = self._manifest.training
         tokens = torch.frombuffer(bytearray(work.tokens), dtype=torch.int32).long()
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._manifest.model.vocab_size:
@@ -532,7 +570,7 @@ class Pipeline:
         return outgoing, loss, incoming, judged
 
     def _receive_gradient(
-        self, step: int, microbatch: int, peer: str, trained: Trained, body: Buffer
+        self, step: int, microbatch: int, peer: str, trained: Trained, body: Buffer, replicas: int
     ) -> tuple[Incoming, Judged]:
         with self._telemetry.phase("check"):
             incoming = self._boundary.incoming(
@@ -546,20 +584,67 @@ class Pipeline:
                 microbatch=microbatch,
                 direction=Direction.GRADIENT,
             )
-            return incoming, self._guard.judge(incoming, sender=peer, step=step, direction=Direction.GRADIENT)
+            judged = self._guard.judge(
+                incoming,
+                sender=peer,
+                step=step,
+                microbatch=microbatch,
+                direction=Direction.GRADIENT,
+                replicas=replicas,
+            )
+            return incoming, judged
 
     def _backward(self, key: int, step: int, microbatch: int, returned: Returned) -> Outgoing:
         with self._telemetry.phase("backward"):
             gradient = self._runner.backward(key, returned.incoming.tensor)
         assert gradient is not None
         with self._telemetry.phase("send"):
-            return self._boundary.outgoing(
-                gradient, step=step, microbatch=microbatch, direction=Direction.GRADIENT
-            )
+            return self._boundary.outgoing(gradient, step=step, microbatch=microbatch, direction=Direction.GRADIENT)
+
+    def _train_alone(self, key: int, tokens: torch.Tensor) -> float:
+        """Both ways through the only stage that there is."""
+        with self._telemetry.phase("forward"):
+            loss = self._runner.forward(key, tokens[:, :-1], tokens[:, 1:])
+        with self._telemetry.phase("backward"):
+            self._runner.backward(key, None)
+        return loss
 
     def _backward_only(self, key: int, returned: Returned) -> None:
         with self._telemetry.phase("backward"):
             self._runner.backward(key, returned.incoming.tensor)
+
+    # clearance -----------------------------------------------------------------------
+
+    def _tell_cleared(self, judged: Judged, step: int, microbatch: int) -> None:
+        """Show the siblings that what they may have flagged was the content of a microbatch."""
+        if not judged.cleared:
+            return
+        message = Cleared(step=step, microbatch=microbatch, hops=judged.hops[:MAX_CLEARED_HOPS])
+        for peer in self.peers(self._stage, step):
+            if peer != self._identity.peer_id:
+                task = asyncio.get_running_loop().create_task(self._tell_one_cleared(peer, message))
+                self._notices.add(task)
+                task.add_done_callback(self._notices.discard)
+
+    async def _tell_one_cleared(self, peer: str, message: Cleared) -> None:
+        try:
+            await self._transport.call(
+                peer, Method.CLEARED, message, timeout=self._manifest.network.hop_timeout_seconds
+            )
+        except SentinelError as error:
+            log.debug("sibling %s did not take a clearance: %s", peer[-8:], error)
+
+    async def _serve_cleared(self, request: Request) -> Response:
+        message = decode(Cleared, request.head)
+        peers = self._guard.check_clearance(
+            message,
+            stage=self._stage,
+            sketch_bytes=4 * self._manifest.verifier.sketch_size,
+            swarm=self._swarm,
+            replicas=len(self.peers(self._stage - 1, message.step)),
+        )
+        self._guard.clear(peers, step=message.step, microbatch=message.microbatch)
+        return Response()
 
     # ---------------------------------------------------------------------------------
 

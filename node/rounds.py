@@ -30,11 +30,7 @@ def agreed(me: str, mine: Announcement, announced: Mapping[str, Announcement]) -
     """Whether every member has announced exactly my members and my attempt."""
     return all(
         peer == me
-        or (
-            peer in announced
-            and announced[peer].members == mine.members
-            and announced[peer].attempt == mine.attempt
-        )
+        or (peer in announced and announced[peer].members == mine.members and announced[peer].attempt == mine.attempt)
         for peer in mine.members
     )
 
@@ -45,9 +41,7 @@ def settle_members(me: str, live: Sequence[str], announced: Mapping[str, Announc
     The set that most live siblings announced and that has me in it; among equals the larger,
     then the first in order. With no such set, those whose announcement has me in it, and me.
     """
-    votes = Counter(
-        announced[peer].members for peer in live if peer in announced and me in announced[peer].members
-    )
+    votes = Counter(announced[peer].members for peer in live if peer in announced and me in announced[peer].members)
     if votes:
         best = min(votes, key=lambda members: (-votes[members], -len(members), members))
         if votes[best] > 1 or len(live) <= 2:

@@ -233,9 +233,7 @@ class StageRunner:
             output: Tensor = self._module(leaf, targets)
         return _Pending(received=leaf, output=output, version=self._flat._version)
 
-    def _differentiate(
-        self, pending: _Pending, grad_output: Tensor | None, leaves: list[Tensor]
-    ) -> tuple[Tensor, ...]:
+    def _differentiate(self, pending: _Pending, grad_output: Tensor | None, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         if (grad_output is None) != self._module.last:
             raise StageError("every stage but the last needs the gradient of its output")
         if grad_output is not None:

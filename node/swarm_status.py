@@ -73,9 +73,7 @@ def render(found: dict[str, Any]) -> str:
             label = f" {claim['label']}" if claim["label"] else ""
             drill = f"  DRILL {claim['drill']}" if claim["drill"] else ""
             mark = "  accused" if claim["peer"] in accused else ""
-            lines.append(
-                f"  {claim['peer'][-8:]}{label}  {claim['state']}  step {claim['step']}{drill}{mark}"
-            )
+            lines.append(f"  {claim['peer'][-8:]}{label}  {claim['state']}  step {claim['step']}{drill}{mark}")
     if not claims:
         lines.append("no replicas yet")
     for entry in found["accusations"]:

@@ -129,8 +129,7 @@ def load_tokenizer(spec: str, sha256: str | None = None) -> Tokenizer:
     found = hashlib.sha256(content).hexdigest()
     if sha256 and found != sha256.lower():
         raise DataSourceError(
-            f"data.tokenizer: {spec} has SHA-256 {found}, and the manifest names {sha256};"
-            " get the swarm's file"
+            f"data.tokenizer: {spec} has SHA-256 {found}, and the manifest names {sha256}; get the swarm's file"
         )
     try:
         import tokenizers
@@ -143,8 +142,7 @@ def load_tokenizer(spec: str, sha256: str | None = None) -> Tokenizer:
     except Exception as error:  # the library raises plain Exception
         reason = " ".join(str(error).split())[:120]
         raise DataSourceError(
-            f"data.tokenizer: {spec} is not a tokenizer.json ({reason});"
-            " save it again with the tokenizers library"
+            f"data.tokenizer: {spec} is not a tokenizer.json ({reason}); save it again with the tokenizers library"
         ) from None
 
 

@@ -373,9 +373,7 @@ class Trainer:
         await self._membership.introduce(donor)
 
         def progress(done: int, total: int) -> None:
-            self._set_state(
-                NodeState.SYNCING, f"downloading the stage's state: {done >> 20} of {total >> 20} MiB"
-            )
+            self._set_state(NodeState.SYNCING, f"downloading the stage's state: {done >> 20} of {total >> 20} MiB")
 
         like = await self._freeze()
         state = await fetch_state(self._transport, donor, like=like, on_progress=progress)

@@ -97,9 +97,7 @@ class View:
 
     def replicas(self, stage: int, *, without: Collection[str] = ()) -> list[Claim]:
         """Live claims of a stage in any state, in order of peer id."""
-        found = [
-            claim for claim in self.claims.values() if claim.stage == stage and claim.peer not in without
-        ]
+        found = [claim for claim in self.claims.values() if claim.stage == stage and claim.peer not in without]
         return sorted(found, key=lambda claim: claim.peer)
 
     def roster(self, stage: int, step: int, *, without: Collection[str] = ()) -> list[Claim]:

@@ -131,10 +131,6 @@ def sign_tokens(identity: Identity, swarm: bytes, *, step: int, microbatch: int,
     return identity.sign("tokens", _receipt_bytes(swarm, step, microbatch, (body_digest((tokens,)),)))
 
 
-def check_tokens(
-    peer: str, swarm: bytes, signature: bytes, *, step: int, microbatch: int, tokens: Buffer
-) -> bool:
+def check_tokens(peer: str, swarm: bytes, signature: bytes, *, step: int, microbatch: int, tokens: Buffer) -> bool:
     """Whether tokens are signed by their origin for this step and microbatch."""
-    return verify(
-        peer, "tokens", _receipt_bytes(swarm, step, microbatch, (body_digest((tokens,)),)), signature
-    )
+    return verify(peer, "tokens", _receipt_bytes(swarm, step, microbatch, (body_digest((tokens,)),)), signature)

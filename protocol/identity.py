@@ -82,9 +82,7 @@ class Identity:
         except OSError as error:
             # The path is looked at again, since mkdir raises FileExistsError too, where a parent is a file.
             if isinstance(error, FileExistsError) and os.path.lexists(path):
-                raise IdentityError(
-                    f"{path} exists already; use it, or move it away to get a new identity"
-                ) from None
+                raise IdentityError(f"{path} exists already; use it, or move it away to get a new identity") from None
             raise IdentityError(
                 f"cannot write the key file {path} ({error.strerror}); choose a writable --state-dir"
             ) from error

@@ -181,9 +181,7 @@ def _parse_host(text: str, protocol: str, host: str) -> str:
             return str(kind(host))
         except ValueError:
             pass
-    raise AddressError(
-        f"the address {text!r} holds {host!r}, which is not an IPv{protocol[-1]} address; correct it"
-    )
+    raise AddressError(f"the address {text!r} holds {host!r}, which is not an IPv{protocol[-1]} address; correct it")
 
 
 def _parse_host_name(text: str, host: str) -> str:

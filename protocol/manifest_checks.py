@@ -144,8 +144,7 @@ def _data(manifest: Manifest) -> Iterator[str]:
         yield f'data.source: {describe_value(data.source)} is unknown; write "stdlib" or "file:PATH"'
     if data.tokenizer == "bytes" and vocab_size < BYTES_TOKENIZER_SIZE:
         yield (
-            f"model.vocab_size: {vocab_size} is too few for the bytes tokenizer;"
-            f" write at least {BYTES_TOKENIZER_SIZE}"
+            f"model.vocab_size: {vocab_size} is too few for the bytes tokenizer; write at least {BYTES_TOKENIZER_SIZE}"
         )
     if data.tokenizer == "bytes" and data.tokenizer_sha256:
         yield (

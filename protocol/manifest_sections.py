@@ -108,8 +108,7 @@ class StagesSection(Section):
         default=1,
         ge=1,
         le=256,
-        description="Nodes that each stage needs before training starts. From 3 on a bad replica can"
-        " be outvoted.",
+        description="Nodes that each stage needs before training starts. From 3 on a bad replica can be outvoted.",
     )
 
 
@@ -130,18 +129,13 @@ class TrainingSection(Section):
         default=1000,
         ge=1,
         le=10**9,
-        description="Steps after the warm-up over which the learning rate falls, as half a cosine, to"
-        " its lowest.",
+        description="Steps after the warm-up over which the learning rate falls, as half a cosine, to its lowest.",
     )
-    beta1: float = Field(
-        default=0.9, ge=0.0, lt=1.0, description="AdamW: share of the old mean kept each step."
-    )
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW: share of the old mean kept each step.")
     beta2: float = Field(
         default=0.95, ge=0.0, lt=1.0, description="AdamW: share of the old mean square kept each step."
     )
-    eps: float = Field(
-        default=1e-8, gt=0.0, le=1e-2, description="AdamW: added to the root of the mean square."
-    )
+    eps: float = Field(default=1e-8, gt=0.0, le=1e-2, description="AdamW: added to the root of the mean square.")
     weight_decay: float = Field(
         default=0.1,
         ge=0.0,
@@ -196,9 +190,7 @@ class DataSection(Section):
         default="",
         description="SHA-256 of the source file in hex, checked by every node; empty for no check.",
     )
-    seed: int = Field(
-        default=0, ge=0, le=2**32 - 1, description="Seed of the order in which sequences are drawn."
-    )
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="Seed of the order in which sequences are drawn.")
 
 
 class WireSection(Section):
@@ -206,8 +198,7 @@ class WireSection(Section):
 
     activation_dtype: WireDtypeName = Field(
         default="bf16",
-        description="Of activations: bf16 halves the traffic of fp32 at little loss, int8 quarters it,"
-        " fp32 is exact.",
+        description="Of activations: bf16 halves the traffic of fp32 at little loss, int8 quarters it, fp32 is exact.",
     )
     gradient_dtype: WireDtypeName = Field(default="bf16", description="Of activation gradients; as above.")
 
@@ -282,20 +273,17 @@ class VerifierSection(Section):
         default=1e4,
         gt=0.0,
         le=1e30,
-        description="Largest root mean square of a received tensor; above it, the tensor is refused"
-        " outright.",
+        description="Largest root mean square of a received tensor; above it, the tensor is refused outright.",
     )
     sketch_size: int = Field(
         default=512,
         ge=16,
         le=4096,
-        description="Sampled elements of a tensor that stand for it in the sliced distance; more is"
-        " finer and slower.",
+        description="Sampled elements of a tensor that stand for it in the sliced distance; more is finer and slower.",
     )
     allow_drills: bool = Field(
         default=False,
-        description="Let nodes play an attacker on purpose, to see the checker work. Never true in a"
-        " real swarm.",
+        description="Let nodes play an attacker on purpose, to see the checker work. Never true in a real swarm.",
     )
 
 
@@ -306,8 +294,7 @@ class NetworkSection(Section):
         default=20.0,
         ge=0.1,
         le=3600.0,
-        description="Longest wait for one stage's own part of a call, before the microbatch is tried"
-        " elsewhere.",
+        description="Longest wait for one stage's own part of a call, before the microbatch is tried elsewhere.",
     )
     lease_seconds: float = Field(
         default=30.0,
@@ -331,8 +318,7 @@ class NetworkSection(Section):
         default=4,
         ge=1,
         le=256,
-        description="Microbatches that a node has under way at once; more fills the pipeline and takes"
-        " memory.",
+        description="Microbatches that a node has under way at once; more fills the pipeline and takes memory.",
     )
 
 

@@ -48,6 +48,7 @@ class Method(StrEnum):
     AGGREGATE = "aggregate"
     SNAPSHOT = "snapshot"
     CHUNK = "chunk"
+    CLEARED = "cleared"
 
 
 STREAM_OF: dict[Method, StreamKind] = {
@@ -154,6 +155,21 @@ class Trained:
     input_hop: bytes | None = optional(binary(longest=MAX_SKETCH_BYTES + 1024))
     receipt: bytes = binary(64)
     parameters: bytes = binary(32)
+    outlier: bool = flag(default=False)
+    """Whether the microbatch was flagged on its way and then cleared: several replicas of a stage had
+    computed the same, so its content is unusual and nobody is to blame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleared:
+    """To siblings: these replicas of a stage sent me the same tensor, so what was flagged is the content.
+
+    ``hops`` are the signed hops of the flagged tensors, which the receiver checks for itself.
+    """
+
+    step: int = _step()  # type: ignore[assignment]
+    microbatch: int = integer(0, MAX_MICROBATCHES)
+    hops: tuple[bytes, ...] = sequence(binary(longest=MAX_SKETCH_BYTES + 1024), 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +187,7 @@ class ShareDone:
 
     step: int = _step()  # type: ignore[assignment]
     round: int = integer(0, 64)
-    losses: tuple[tuple[int, float], ...] = mapping(
-        integer(0, MAX_MICROBATCHES), number(), MAX_MICROBATCHES
-    )
+    losses: tuple[tuple[int, float], ...] = mapping(integer(0, MAX_MICROBATCHES), number(), MAX_MICROBATCHES)
     failed: tuple[int, ...] = sequence(integer(0, MAX_MICROBATCHES), MAX_MICROBATCHES)
 
 

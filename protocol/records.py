@@ -178,9 +178,7 @@ def sign_accusation(identity: Identity, accusation: Accusation) -> bytes:
     return _sign(identity, RecordKind.ACCUSATION, accusation, accusation.accuser)
 
 
-def parse_record(
-    data: bytes, *, swarm: bytes, now: float, max_ahead: float = MAX_CLAIM_AHEAD_SECONDS
-) -> Record:
+def parse_record(data: bytes, *, swarm: bytes, now: float, max_ahead: float = MAX_CLAIM_AHEAD_SECONDS) -> Record:
     """Read and check a record that anyone may have written.
 
     swarm: the 32 bytes of our swarm id. now: Unix seconds. max_ahead: how many seconds ahead a claim may

@@ -84,9 +84,7 @@ def decode_tensor(
         )
     size = encoded_bytes(expected_shape, expected_dtype)
     if memoryview(body).nbytes != size:
-        raise TensorError(
-            f"a tensor came with {memoryview(body).nbytes} bytes where {size} were expected", kind="size"
-        )
+        raise TensorError(f"a tensor came with {memoryview(body).nbytes} bytes where {size} were expected", kind="size")
     if size == 0:
         return torch.empty(tuple(expected_shape))
     writable = body if not memoryview(body).readonly else bytearray(body)

@@ -35,9 +35,7 @@ def main() -> int:
 def make_venv(folder: Path) -> bool:
     """Create the virtual environment; say what is missing if that fails."""
     say(f"creating {folder} with Python {sys.version.split()[0]}")
-    made = subprocess.run(
-        [sys.executable, "-m", "venv", str(folder)], capture_output=True, text=True, check=False
-    )
+    made = subprocess.run([sys.executable, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
     if made.returncode:
         lines = (made.stdout + made.stderr).strip().splitlines()
         print("\n".join(lines[-LINES_SHOWN_ON_FAILURE:]), file=sys.stderr)

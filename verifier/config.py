@@ -47,6 +47,11 @@ class CheckerConfig:
     strike_limit: float = 3.0
     """Strikes at which a peer is quarantined."""
 
+    statistical_strikes_per_step: float = 1.0
+    """Most strikes that statistics can give one peer within one step. All microbatches of a step see the same
+    parameters, so when the loss jumps, all honest gradients of that step leave the fence together (measured:
+    ten times their norm, for one step); they count as one event. An attacker lasts three steps instead."""
+
     strike_decay: float = 0.1
     """Strikes that a suspect loses per step. Honest: 16 messages a step at 0.1 % earn 0.016 a step."""
 
@@ -82,6 +87,7 @@ class CheckerConfig:
             _require_positive(name, getattr(self, name))
         for name in ("fence_multiplier", "strike_limit", "strike_decay", "ejection_seconds", "norm_bound"):
             _require_positive(name, getattr(self, name))
+        _require_positive("statistical_strikes_per_step", self.statistical_strikes_per_step)
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps counts steps and cannot be negative, got {self.warmup_steps}")
         if self.window < self.minimum_history:

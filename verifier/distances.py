@@ -16,6 +16,7 @@ Knows nothing of fences, peers or steps. Everything is float32 on the CPU.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -78,8 +79,13 @@ def mean_absolute(value: Reduction, baseline: Reduction) -> float:
 
 
 def normalised_l2(value: Reduction, baseline: Reduction) -> float:
-    """L2: Euclidean distance of the means over the norm of the baseline's mean. No unit."""
-    return float((value.mean - baseline.mean).norm() / baseline.mean.norm().clamp_min(TINY))
+    """L2: Euclidean distance of the means over the norm of the baseline's mean. No unit.
+
+    The baseline cloud's spread joins the norm in quadrature. For activations it hardly counts; the mean of
+    a gradient can come so close to zero by chance that the quotient would explode for an honest one.
+    """
+    scale = math.hypot(float(baseline.mean.norm()), _spread(baseline))
+    return float((value.mean - baseline.mean).norm()) / max(scale, TINY)
 
 
 def sign_flip_ratio(value: Reduction, baseline: Reduction) -> float:
@@ -92,5 +98,9 @@ def sliced_wasserstein(value: Reduction, baseline: Reduction) -> float:
 
     The unit makes the level independent of the growth of activations and the decay of gradients.
     """
-    spread = (baseline.quantiles - baseline.quantiles.mean(dim=0, keepdim=True)).abs().mean()
-    return float((value.quantiles - baseline.quantiles).abs().mean() / spread.clamp_min(TINY))
+    return float((value.quantiles - baseline.quantiles).abs().mean()) / max(_spread(baseline), TINY)
+
+
+def _spread(baseline: Reduction) -> float:
+    """Mean absolute deviation of the projected cloud: the typical size of a token along one direction."""
+    return float((baseline.quantiles - baseline.quantiles.mean(dim=0, keepdim=True)).abs().mean())

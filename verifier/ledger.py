@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from verifier.config import CheckerConfig
-from verifier.verdicts import Reason
+from verifier.verdicts import STATISTICS, Reason
 
 STRANGER_TRUST = 0.5
 """Trust of a peer nobody has dealt with."""
@@ -158,6 +158,9 @@ class _Entry:
     reason: Reason | None = None
     until: float | None = None
     quarantined_at: int = 0
+    statistical_step: int | None = None
+    statistical_strikes: float = 0.0
+    """What statistics gave within ``statistical_step``."""
 
 
 class Ledger:
@@ -169,7 +172,10 @@ class Ledger:
         self._last_step: int | None = None
 
     def strike(self, peer: str, reason: Reason, *, step: int, weight: float = 1.0) -> tuple[StandingChanged, ...]:
-        """Count a breach. Raises ValueError unless ``weight`` is positive and finite."""
+        """Count a breach. Raises ValueError unless ``weight`` is positive and finite.
+
+        Statistical reasons count at most ``statistical_strikes_per_step`` within one step.
+        """
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"a strike weighs more than nothing, got {weight}")
         if self._config.mode == "off":
@@ -177,6 +183,10 @@ class Ledger:
         entry = self._touch(peer)
         if entry.state is PeerState.EJECTED:
             return ()
+        if reason in STATISTICS:
+            weight = self._statistical_weight(entry, step, weight)
+            if weight <= 0.0:
+                return ()
         entry.strikes += weight
         entry.trust *= TRUST_LOSS**weight
         entry.reason = reason
@@ -185,6 +195,22 @@ class Ledger:
         if entry.state is not PeerState.QUARANTINED:
             entry.quarantined_at = step
         return self._move(peer, entry, PeerEvent.CONDEMNED)
+
+    def forgive(self, peer: str, *, step: int) -> tuple[StandingChanged, ...]:
+        """Take one strike back, because what it was for turned out to be nobody's fault.
+
+        A quarantine that rested on it ends. An ejection stands: it was the swarm's decision.
+        """
+        entry = self._entries.get(peer)
+        if entry is None or entry.strikes <= NO_STRIKES or entry.state is PeerState.EJECTED:
+            return ()
+        entry.strikes = max(0.0, entry.strikes - 1.0)
+        entry.trust = min(1.0, entry.trust / TRUST_LOSS)
+        if entry.statistical_step == step:
+            entry.statistical_strikes = max(0.0, entry.statistical_strikes - 1.0)
+        if entry.state is PeerState.QUARANTINED and entry.strikes < self._config.strike_limit:
+            return self._return(peer, entry, PeerEvent.RELEASED)
+        return self._leak(peer, entry, 0) if entry.state is PeerState.SUSPECT else ()
 
     def credit(self, peer: str, *, step: int) -> tuple[StandingChanged, ...]:
         """Count an accepted microbatch. Nothing that a barred peer does is a credit."""
@@ -290,6 +316,14 @@ class Ledger:
             would=self._config.mode == "observe",
         )
         return (change,)
+
+    def _statistical_weight(self, entry: _Entry, step: int, weight: float) -> float:
+        """What is left of ``weight`` after the statistical strikes of the same step."""
+        if entry.statistical_step != step:
+            entry.statistical_step, entry.statistical_strikes = step, 0.0
+        weight = min(weight, self._config.statistical_strikes_per_step - entry.statistical_strikes)
+        entry.statistical_strikes += weight
+        return weight
 
     def _leak(self, peer: str, entry: _Entry, elapsed: int) -> tuple[StandingChanged, ...]:
         entry.strikes -= self._config.strike_decay * elapsed

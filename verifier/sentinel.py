@@ -5,7 +5,7 @@ One instance per boundary and direction that a node receives on. The life of a t
 1. ``judge`` compares it with the baseline and the fences, and changes nothing. The caller may learn
    meanwhile that the microbatch was tainted elsewhere, and drop the observation.
 2. ``accept`` takes the observation of a tensor that was used: its distances enter the fences' windows, its
-   reduction waits in the step's pool. What was flagged never enters.
+   reduction waits in the step's pool. What was flagged never enters, unless a replica confirmed it.
 3. ``end_step`` folds the mean of the pool into the baseline.
 
 A tensor is flagged if ANY statistic exceeds its fence: each attack shows in few of them (a bias in the
@@ -155,15 +155,20 @@ class BoundaryChecker:
         observation = Observation(step=step, reduction=reduction, values=values, flagged=not verdict.accepted)
         return Judgement(verdict=verdict, observation=observation)
 
-    def accept(self, observation: Observation) -> None:
+    def accept(self, observation: Observation, *, confirmed: bool = False) -> None:
         """Let the observation of a used tensor enter windows and pool. Raises ValueError if it was flagged.
 
-        One that comes after its step has ended is left out: it was measured against an older baseline.
+        ``confirmed`` lets a flagged one in: another replica computed the same tensor, so it is the network that
+        has changed, not the peer. Without this way out a sudden change would be flagged for ever, since what
+        is flagged cannot move the fences. An observation that comes after its step has ended is left out: it
+        was measured against an older baseline.
         """
-        if observation.flagged:
-            raise ValueError("a flagged tensor never enters the baseline: drop its observation")
+        if observation.flagged and not confirmed:
+            raise ValueError("a flagged tensor never enters the baseline unless a replica confirmed it")
         if observation.reduction is None or observation.step <= self._last_step:
             return
+        if confirmed and not _finite(observation.reduction, observation.values):
+            raise ValueError("a tensor that is not finite never enters the baseline, whoever confirms it")
         for reason, value in observation.values.items():
             self._fences[reason].push(value)
         reduction = observation.reduction
@@ -217,7 +222,7 @@ class BoundaryChecker:
 
     def _verdict(self, reduction: Reduction, values: Mapping[Reason, float]) -> Verdict:
         warming_up = self.warming_up
-        if not (reduction.is_finite() and all(map(math.isfinite, values.values()))):
+        if not _finite(reduction, values):
             return Verdict(accepted=False, reasons=(Reason.NON_FINITE,), warming_up=warming_up)
         if warming_up:
             return Verdict(accepted=True, warming_up=True)
@@ -225,3 +230,7 @@ class BoundaryChecker:
         reasons = tuple(reason for reason, fence in fenced.items() if fence.exceeds(values[reason]))
         scores = {str(reason): fence.score(values[reason]) for reason, fence in fenced.items()}
         return Verdict(accepted=not reasons, reasons=reasons, scores=scores)
+
+
+def _finite(reduction: Reduction, values: Mapping[Reason, float]) -> bool:
+    return reduction.is_finite() and all(map(math.isfinite, values.values()))

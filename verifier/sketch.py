@@ -28,7 +28,7 @@ from torch import Tensor
 KEY_BYTES = 32
 
 CACHED_SIGNS = 4
-"""Sign vectors kept, one per (key, shape, size) in use: this step's and the last one's, with room for two
+"""Sign vectors kept, one per (key, shape) in use: this step's and the last one's, with room for two
 boundary shapes. Each is as large as a float32 boundary tensor, hence few."""
 
 
@@ -49,11 +49,8 @@ def temper(tensor: Tensor) -> Tensor:
     Heavy tokens also shift the mean by which lengths are measured, so there are two rounds.
     """
     cloud = tensor.detach().reshape(-1, tensor.shape[-1]).float()
-    for _ in range(2):
-        cloud = cloud - cloud.mean(dim=0, keepdim=True)
-        lengths = torch.linalg.vector_norm(cloud, dim=1, keepdim=True)
-        cloud.mul_((lengths.median() / lengths.clamp_min(_SMALLEST_NORM)).clamp_(max=1.0))
-    return cloud
+    cloud = _clip_(cloud - cloud.mean(dim=0, keepdim=True))
+    return _clip_(cloud.sub_(cloud.mean(dim=0, keepdim=True)))
 
 
 def project(cloud: Tensor, *, key: bytes, size: int) -> Tensor:
@@ -88,6 +85,12 @@ _SMALLEST_NORM = 1e-30
 
 def _norm(sketch: Tensor) -> float:
     return float(torch.linalg.vector_norm(sketch, dtype=torch.float64))
+
+
+def _clip_(cloud: Tensor) -> Tensor:
+    """Shorten, in place, each token that is longer than the median one."""
+    lengths = torch.linalg.vector_norm(cloud, dim=1, keepdim=True)
+    return cloud.mul_((lengths.median() / lengths.clamp_min(_SMALLEST_NORM)).clamp_(max=1.0))
 
 
 def _row_length(width: int, size: int) -> int:

@@ -50,6 +50,10 @@ class Reason(StrEnum):
     AUDIT = "audit"
 
 
+STATISTICS = frozenset({Reason.L1, Reason.L2, Reason.SIGN_FLIP, Reason.WASSERSTEIN, Reason.CONTINUITY, Reason.GAIN})
+"""Reasons that come from a fence and can therefore hit an honest peer now and then."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The judgement of one tensor."""

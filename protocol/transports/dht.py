@@ -11,13 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hivemind.dht.node import DHTNode
-from hivemind.dht.routing import DHTID
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.utils import MSGPackSerializer
-
 from protocol.errors import RecordError, TransportError
 from protocol.records import Accusation, Claim, parse_record, record_key, record_subkey
+from protocol.transports.hivemind_parts import DHTID, DHTNode, DHTRecord, MSGPackSerializer, RecordValidatorBase
 
 WAIT_SECONDS = 2.0
 """How long a DHT peer may take to answer; a frozen one costs this once, then it is avoided."""
@@ -77,11 +73,7 @@ class RecordStore:
         started = time.monotonic()
         ok = False
         try:
-            ok = bool(
-                await self._node.store(
-                    record_key(record), data, record.expires, subkey=record_subkey(record)
-                )
-            )
+            ok = bool(await self._node.store(record_key(record), data, record.expires, subkey=record_subkey(record)))
         finally:
             self._on_operation("store", time.monotonic() - started, ok)
         return ok
@@ -113,9 +105,7 @@ class RecordStore:
 class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
     """Refuses every DHT record that is not a signed record of this swarm in its own place."""
 
-    def __init__(
-        self, swarm: bytes, on_reject: Callable[[str], None], wall_clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, swarm: bytes, on_reject: Callable[[str], None], wall_clock: Callable[[], float]) -> None:
         self._swarm = swarm
         self._on_reject = on_reject
         self._wall_clock = wall_clock
@@ -142,7 +132,8 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
             raise RecordError("a DHT record stands under another peer's subkey", kind="owner")
         if record.key != DHTID.generate(source=record_key(parsed)).to_bytes():
             raise RecordError("a DHT record stands under a key that is not its own", kind="key")
-        if abs(record.expiration_time - parsed.expires) > EXPIRY_TOLERANCE_SECONDS:
+        # Written so that an expiry that is not a number is refused too.
+        if not abs(record.expiration_time - parsed.expires) <= EXPIRY_TOLERANCE_SECONDS:
             raise RecordError("a DHT record was given another expiry than its writer signed", kind="expiry")
 
     def merge_with(self, other: RecordValidatorBase) -> bool:

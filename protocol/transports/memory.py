@@ -69,6 +69,11 @@ class MemoryLink(Link):
             self.other._room.clear()
         self._schedule()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the stream has ended."""
+        return self._error is not None
+
     async def drain(self) -> None:
         await self._room.wait()
         if self._error is not None:
@@ -88,23 +93,27 @@ class MemoryLink(Link):
         """Cut both ends; this end ends with ``error``."""
         if self._error is not None:
             return
-        if self._on_closed is not None:
-            on_closed, self._on_closed = self._on_closed, None
-            on_closed(error)  # may still say why to the peer
-        self._end(error)
+        self._report(error)  # the session may still say why to the peer
+        self._error = error
+        self._queue.clear()
+        self._room.set()
         if self.other is not None and self.other._error is None:
             self.other._end(PeerGoneError("the stream was closed by the other side"))
 
     def _end(self, error: SentinelError) -> None:
+        """The other side has closed; what it sent before still arrives."""
         self._error = error
         self._room.set()
-        asyncio.get_running_loop().call_soon(self._tell_closed)
+        asyncio.get_running_loop().call_soon(self._tell_closed, error)
 
-    def _tell_closed(self) -> None:
+    def _tell_closed(self, error: SentinelError) -> None:
         self._deliver_all()
-        if self._on_closed is not None and self._error is not None:
-            on_closed, self._on_closed = self._on_closed, None
-            on_closed(self._error)
+        self._report(error)
+
+    def _report(self, error: SentinelError) -> None:
+        on_closed, self._on_closed = self._on_closed, None
+        if on_closed is not None:
+            on_closed(error)
 
     def _schedule(self) -> None:
         if not self._scheduled and not self._paused and self._queue:
@@ -125,6 +134,7 @@ class MemoryLink(Link):
             except SentinelError as error:
                 self._queue.clear()
                 self.fail(error)
+                self._report(error)  # where the other side had closed already
                 return
         if self._queued <= QUEUE_BYTES and self.other is not None:
             self.other._room.set()
@@ -182,13 +192,17 @@ class MemoryTransport(Transport):
 
     async def _open_link(self, peer: str, stream: StreamKind) -> Link:
         link = self._network.link(self.peer_id, peer, stream)
-        self._links.append(link)
+        self._keep(link)
         return link
 
     def accept(self, link: MemoryLink, stream: StreamKind) -> None:
         """Take a stream that another peer opened."""
-        self._links.append(link)
+        self._keep(link)
         self._accept_link(link, stream)
+
+    def _keep(self, link: MemoryLink) -> None:
+        self._links = [known for known in self._links if not known.closed]
+        self._links.append(link)
 
     def drop_links(self, peer: str) -> None:
         """Cut every stream to this peer."""

@@ -12,19 +12,18 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
-from hivemind.p2p import PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import (
-    ControlFailure,
-    P2PDaemonError,
-    read_pbmsg_safe,
-    write_pbmsg,
-)
-from hivemind.proto import p2pd_pb2
-from hivemind.utils.multiaddr import Multiaddr
-
 from protocol.errors import LocalError, PeerUnreachableError, SentinelError
 from protocol.messages import CONTROL_PROTOCOL, TENSOR_PROTOCOL, StreamKind
 from protocol.transports.base import Link
+from protocol.transports.hivemind_parts import (
+    ControlFailure,
+    Multiaddr,
+    P2PDaemonError,
+    PeerID,
+    p2pd_pb2,
+    read_pbmsg_safe,
+    write_pbmsg,
+)
 from protocol.transports.p2pd import Daemon
 from protocol.transports.sessions import Transport
 from protocol.transports.stream import StreamLink
@@ -100,9 +99,7 @@ class P2PTransport(Transport):
         await self.dial(peer)
         loop = asyncio.get_running_loop()
         try:
-            _, link = await loop.create_unix_connection(
-                lambda: StreamLink(prelude=True), self._daemon.control_path
-            )
+            _, link = await loop.create_unix_connection(lambda: StreamLink(prelude=True), self._daemon.control_path)
         except OSError as error:
             raise LocalError(f"the local p2pd does not answer: {error.strerror}; restart the node") from None
         link.peer = peer
@@ -127,14 +124,19 @@ class P2PTransport(Transport):
         if response.type == p2pd_pb2.Response.ERROR:
             link.close()
             raise PeerUnreachableError(f"peer {peer} cannot be reached: {_short(response.error.msg)}")
-        self._links.add(link)
+        self._keep(link)
         return link
 
     def _accepted(self, link: StreamLink, prelude: bytes, stream: StreamKind) -> None:
         info = p2pd_pb2.StreamInfo.FromString(prelude)
         link.peer = str(PeerID(info.peer))
-        self._links.add(link)
+        self._keep(link)
         self._accept_link(link, stream)
+
+    def _keep(self, link: StreamLink) -> None:
+        """Remember a link until it ends, to close it with the transport."""
+        self._links = {known for known in self._links if not known.closed}
+        self._links.add(link)
 
     async def _register(self, protocol: str, path: str) -> None:
         request = p2pd_pb2.Request(

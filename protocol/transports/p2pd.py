@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from hivemind.p2p import P2P
-from hivemind.utils.multiaddr import Multiaddr
-
 from protocol.errors import LocalError, PortInUseError
 from protocol.transports.deathsignal import die_with_parent
+from protocol.transports.hivemind_parts import P2P, Multiaddr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

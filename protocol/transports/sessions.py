@@ -8,6 +8,7 @@ stream that a node opened; when they stop, both of its streams to that peer are 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -68,6 +69,13 @@ def _check_hello(head: Mapping[str, Any], options: SessionOptions) -> Hello:
     if hello.swarm != options.swarm:
         raise SwarmMismatchError(f"the peer belongs to swarm {hello.swarm.hex()[:12]}, not to this one")
     return hello
+
+
+def _request_id(head: Mapping[str, Any]) -> int:
+    request_id = head.get("id")
+    if type(request_id) is not int:
+        raise FrameError("a frame does not say which request it is about")
+    return request_id
 
 
 def _hello(options: SessionOptions) -> dict[str, Any]:
@@ -159,7 +167,11 @@ class ClientSession:
         options = self._options
         while self._error is None:
             asked = time.monotonic()
-            self._send(FrameKind.PING, {"id": 0})
+            try:
+                self._send(FrameKind.PING, {"id": 0})
+            except SentinelError as error:
+                self.fail(error)  # the link has ended and the news is still under way
+                return
             try:
                 async with asyncio.timeout(options.heartbeat_seconds):
                     await self.closed.wait()
@@ -182,7 +194,8 @@ class ClientSession:
     def close(self) -> None:
         """End the session politely."""
         if self._error is None:
-            self._send(FrameKind.BYE, {"id": 0})
+            with contextlib.suppress(SentinelError):
+                self._send(FrameKind.BYE, {"id": 0})
         self.fail(PeerGoneError("this node closed the session"))
 
     def _send(self, kind: FrameKind, head: Mapping[str, Any], body: Sequence[Buffer] = ()) -> None:
@@ -204,7 +217,7 @@ class ClientSession:
     def _body_limit(self, kind: FrameKind, head: Mapping[str, Any]) -> int:
         if kind is not FrameKind.REPLY:
             return 0
-        pending = self._pending.get(head.get("id", -1))
+        pending = self._pending.get(_request_id(head))
         # An answer that comes too late is still on its way; it is no larger than some answer asked for.
         return pending[1] if pending is not None else self._largest_reply
 
@@ -217,7 +230,7 @@ class ClientSession:
             if not self._ready.done():
                 self._ready.set_result(None)
         elif frame.kind is FrameKind.REPLY:
-            self._resolve(frame.head.get("id", -1), frame)
+            self._resolve(_request_id(frame.head), frame)
         elif frame.kind is FrameKind.ERROR:
             error_head = fields.decode(ErrorHead, frame.head)
             error = remote_error(error_head.kind, error_head.message)
@@ -275,9 +288,7 @@ class ServerSession:
         self._heard = time.monotonic()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._paused = False
-        self._greet_timer = asyncio.get_running_loop().call_later(
-            options.handshake_seconds, self._hello_overdue
-        )
+        self._greet_timer = asyncio.get_running_loop().call_later(options.handshake_seconds, self._hello_overdue)
 
     def start(self) -> None:
         """Begin to answer."""
@@ -306,6 +317,8 @@ class ServerSession:
     def _send(self, kind: FrameKind, head: Mapping[str, Any], body: Sequence[Buffer] = ()) -> bool:
         try:
             count = self.link.send(kind, head, body)
+        except FrameError:
+            raise
         except SentinelError:
             return False
         self._observer.bytes_moved("out", self.stream, count)
@@ -318,12 +331,15 @@ class ServerSession:
     def _body_limit(self, kind: FrameKind, head: Mapping[str, Any]) -> int:
         if kind is not FrameKind.REQUEST or not self._greeted:
             return 0
-        route = self._routes.get(head.get("method", ""))
+        method = head.get("method")
+        route = self._routes.get(method) if isinstance(method, str) else None  # type: ignore[call-overload]
         if route is None or not route.admits(self.link.peer):
             return 0
         return route.body_limit
 
     def _on_frame(self, frame: Frame) -> None:
+        if self._ended:
+            return
         self._heard = time.monotonic()
         self._observer.bytes_moved("in", self.stream, frame.size)
         if frame.kind is FrameKind.HELLO:
@@ -339,7 +355,7 @@ class ServerSession:
         elif frame.kind is FrameKind.REQUEST:
             self._begin(frame)
         elif frame.kind is FrameKind.CANCEL:
-            task = self._tasks.get(frame.head.get("id", -1))
+            task = self._tasks.get(_request_id(frame.head))
             if task is not None:
                 task.cancel()
         elif frame.kind is FrameKind.BYE:
@@ -358,9 +374,7 @@ class ServerSession:
         if not route.admits(self.link.peer):
             self._send_error(head.id, "not_admitted", f"{head.method} needs a claim that this node knows")
             return
-        request = Request(
-            peer=self.link.peer, method=Method(head.method), head=frame.head, body=frame.body
-        )
+        request = Request(peer=self.link.peer, method=Method(head.method), head=frame.head, body=frame.body)
         task = asyncio.get_running_loop().create_task(self._answer(head.id, route, request))
         self._tasks[head.id] = task
         task.add_done_callback(lambda _: self._done(head.id))
@@ -389,7 +403,11 @@ class ServerSession:
         except Exception as error:
             self._send_error(request_id, "internal", f"the node failed: {type(error).__name__}")
             raise
-        if not self._send(FrameKind.REPLY, {**response.head, "id": request_id}, response.body):
+        try:
+            if not self._send(FrameKind.REPLY, {**response.head, "id": request_id}, response.body):
+                return
+        except FrameError as error:
+            self._send_error(request_id, "too_large", f"the answer fits no frame: {error}")
             return
         try:
             async with asyncio.timeout(self._options.write_seconds):
@@ -440,9 +458,7 @@ class Transport(ABC):
     def connected(self) -> frozenset[str]:
         """Peers to which this node holds a live control session."""
         return frozenset(
-            peer
-            for (peer, kind), session in self._clients.items()
-            if kind is StreamKind.CONTROL and session.alive
+            peer for (peer, kind), session in self._clients.items() if kind is StreamKind.CONTROL and session.alive
         )
 
     async def call(
@@ -460,9 +476,7 @@ class Transport(ABC):
         try:
             async with asyncio.timeout(timeout):
                 session = await self._session(peer, STREAM_OF[method])
-            return await session.request(
-                method, fields.encode(message), body, timeout=timeout, reply_limit=reply_limit
-            )
+            return await session.request(method, fields.encode(message), body, timeout=timeout, reply_limit=reply_limit)
         except TimeoutError:
             outcome = "timeout"
             raise CallTimeoutError(f"peer {peer} could not be dialled in {timeout:.1f} s") from None
@@ -549,7 +563,13 @@ class Transport(ABC):
             task = asyncio.get_running_loop().create_task(self._open_session(peer, stream))
             self._opening[key] = task
             task.add_done_callback(lambda done: self._opened(key, done))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if task.cancelled() and current is not None and not current.cancelling():
+                raise PeerGoneError("this node is closing") from None  # it was the opening that was cancelled
+            raise
 
     def _opened(self, key: tuple[str, StreamKind], task: asyncio.Task[ClientSession]) -> None:
         self._opening.pop(key, None)

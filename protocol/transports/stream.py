@@ -14,7 +14,7 @@ from protocol.transports.base import Link
 MAX_PRELUDE_BYTES = 64 * 1024
 WRITE_BUFFER_BYTES = 1 << 20
 FLUSH_SECONDS = 1.0
-"""How long a last word to a peer that broke a rule may take to leave."""
+"""How long the last words of a stream that is being closed may take to leave."""
 
 
 class StreamLink(asyncio.BufferedProtocol, Link):
@@ -23,9 +23,7 @@ class StreamLink(asyncio.BufferedProtocol, Link):
     ``opened`` resolves to that message (empty bytes when ``prelude`` is false).
     """
 
-    def __init__(
-        self, *, prelude: bool = False, on_opened: Callable[[StreamLink, bytes], None] | None = None
-    ) -> None:
+    def __init__(self, *, prelude: bool = False, on_opened: Callable[[StreamLink, bytes], None] | None = None) -> None:
         self.peer = ""
         self.opened: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._on_opened = on_opened
@@ -94,6 +92,11 @@ class StreamLink(asyncio.BufferedProtocol, Link):
 
     # the Link contract ---------------------------------------------------------------
 
+    @property
+    def closed(self) -> bool:
+        """Whether the stream has ended."""
+        return self._error is not None
+
     def start(
         self,
         body_limit: BodyLimit,
@@ -142,8 +145,7 @@ class StreamLink(asyncio.BufferedProtocol, Link):
     def close(self) -> None:
         if self._error is None:
             self._error = PeerGoneError("the stream was closed by this node")
-        if self._transport is not None:
-            self._transport.close()
+        self._shut()
 
     def fail(self, error: SentinelError) -> None:
         """End the stream because of ``error``, after telling the session, which may say why to the peer."""
@@ -153,13 +155,16 @@ class StreamLink(asyncio.BufferedProtocol, Link):
         if on_closed is not None:
             on_closed(error)
         self._error = error
-        if self._transport is not None:
-            self.pause()
-            self._transport.close()
-            # A peer that reads nothing must not keep the socket open.
-            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._transport.abort)
+        self.pause()
+        self._shut()
 
     # ---------------------------------------------------------------------------------
+
+    def _shut(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.close()
+            # A peer that reads nothing must not keep the socket open, nor the memory of what was meant for it.
+            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._transport.abort)
 
     def _open(self, prelude: bytes) -> None:
         """Hand the stream over; nothing more is read until ``start``."""

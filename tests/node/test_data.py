@@ -128,9 +128,7 @@ class TestSequences:
 class TestStdlib:
     def test_it_loads_fast_small_and_the_same_each_time(self) -> None:
         started = time.process_time()
-        streams = [
-            open_source(DataSection(), ByteTokenizer(), vocab_size=260, sequences_per_step=8) for _ in range(2)
-        ]
+        streams = [open_source(DataSection(), ByteTokenizer(), vocab_size=260, sequences_per_step=8) for _ in range(2)]
         seconds = time.process_time() - started
         assert streams[0].fingerprint == streams[1].fingerprint
         assert 4 << 20 < len(streams[0]) < 9 << 20

@@ -54,7 +54,8 @@ def hugging_face(model: ModelSection, state: dict[str, Tensor]) -> transformers.
     if model.tie_embeddings:
         state = {**state, "lm_head.weight": state["model.embed_tokens.weight"]}
     llama.load_state_dict(state, strict=True)
-    return llama.eval()
+    llama.train(False)
+    return llama
 
 
 def random_tokens(model: ModelSection, *, batch: int = 3) -> Tensor:

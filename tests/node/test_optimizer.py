@@ -20,9 +20,7 @@ from protocol.manifest_sections import TrainingSection
 
 torch.set_num_threads(1)
 
-TRAINING = TrainingSection(
-    learning_rate=1e-2, warmup_steps=3, decay_steps=20, weight_decay=0.1, clip_norm=1e6
-)
+TRAINING = TrainingSection(learning_rate=1e-2, warmup_steps=3, decay_steps=20, weight_decay=0.1, clip_norm=1e6)
 LAYOUT = (
     ParameterSlot(name="a.weight", shape=(40, 30), offset=0),
     ParameterSlot(name="b.weight", shape=(30,), offset=1200),

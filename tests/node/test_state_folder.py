@@ -89,9 +89,7 @@ def test_a_folder_in_use_names_the_process(folder: StateFolder) -> None:
         with pytest.raises(StateFolderError) as refused:
             folder.open()
         text = str(refused.value)
-        assert text == (
-            f"state folder {folder.path} is in use by process {process.pid}; stop it or pass --state-dir"
-        )
+        assert text == (f"state folder {folder.path} is in use by process {process.pid}; stop it or pass --state-dir")
         assert refused.value.exit_code == 1
     finally:
         process.communicate()

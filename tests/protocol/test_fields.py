@@ -88,9 +88,7 @@ def test_a_whole_number_counts_as_a_number_and_arrives_as_a_float() -> None:
 @given(
     st.sampled_from([*GOOD, "maybe", "later"]),
     st.recursive(
-        st.one_of(
-            st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(), st.binary()
-        ),
+        st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(), st.binary()),
         lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)),
         max_leaves=6,
     ),

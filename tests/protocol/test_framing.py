@@ -78,9 +78,7 @@ def test_any_cut_of_the_stream_gives_the_same_frames(
     bounds = [0, *sorted(cuts), len(stream)]
     reader = FrameReader(anything)
     read = [
-        plain(frame)
-        for start, end in zip(bounds, bounds[1:], strict=False)
-        for frame in reader.feed(stream[start:end])
+        plain(frame) for start, end in zip(bounds, bounds[1:], strict=False) for frame in reader.feed(stream[start:end])
     ]
     assert read == frames
 
@@ -110,9 +108,7 @@ def test_a_body_is_received_in_place() -> None:
 
 def test_frames_do_not_share_their_bodies() -> None:
     reader = FrameReader(anything)
-    first, second = reader.feed(
-        wire(FrameKind.REPLY, {"id": 1}, b"one") + wire(FrameKind.REPLY, {"id": 2}, b"two")
-    )
+    first, second = reader.feed(wire(FrameKind.REPLY, {"id": 1}, b"one") + wire(FrameKind.REPLY, {"id": 2}, b"two"))
     assert (first.body, second.body) == (b"one", b"two")
 
 

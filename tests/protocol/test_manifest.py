@@ -120,9 +120,7 @@ def test_changed_bytes_are_refused_or_are_another_swarm(data: st.DataObject) -> 
 
 junk = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=9)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=9), inner, max_size=3)
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=9), inner, max_size=3)),
     max_leaves=5,
 )
 
@@ -337,9 +335,7 @@ def test_sizes_of_a_step_and_of_a_tensor() -> None:
 
 def test_sizes_agree_with_what_is_sent() -> None:
     tensors = pytest.importorskip("protocol.tensors")
-    odd = Manifest.from_mapping(
-        {"name": "attic", "model": {"width": 10, "heads": 5, "kv_heads": 1, "context": 3}}
-    )
+    odd = Manifest.from_mapping({"name": "attic", "model": {"width": 10, "heads": 5, "kv_heads": 1, "context": 3}})
     for manifest in (DEFAULT, odd):
         for name in ("fp32", "bf16", "int8"):
             expected = tensors.encoded_bytes(manifest.activation_shape, tensors.WireDtype(name))
@@ -380,7 +376,5 @@ def test_reading_a_manifest_or_a_record_loads_no_heavy_library() -> None:
         "import sys, protocol.manifest_template, protocol.records, protocol.invite;"
         "print([name for name in ('torch', 'hivemind', 'libp2p', 'asyncio') if name in sys.modules])"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == "[]"

@@ -71,9 +71,7 @@ EXAMPLES: list[Any] = [
         hop=b"hop",
         input_hop=b"earlier",
     ),
-    messages.Trained(
-        loss=5.5, dtype="fp32", shape=(2, 2), hop=b"h", input_hop=None, receipt=S64, parameters=D32
-    ),
+    messages.Trained(loss=5.5, dtype="fp32", shape=(2, 2), hop=b"h", input_hop=None, receipt=S64, parameters=D32),
     messages.End(step=3, loss=1.5, microbatches=8),
     messages.ShareDone(
         step=3,

@@ -195,9 +195,7 @@ junk = st.recursive(
         st.text(max_size=20),
         st.binary(),
     ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
     max_leaves=6,
 )
 
@@ -359,9 +357,7 @@ def test_whole_numbers_are_written_as_floats_where_floats_belong() -> None:
 
 
 def test_the_largest_claim_fits() -> None:
-    names = [
-        f"/dns4/{'.'.join([letter * 62] * 4)}/udp/65535/quic-v1/p2p/{SELF.peer_id}" for letter in "abcdefgh"
-    ]
+    names = [f"/dns4/{'.'.join([letter * 62] * 4)}/udp/65535/quic-v1/p2p/{SELF.peer_id}" for letter in "abcdefgh"]
     largest = dataclasses.replace(
         CLAIM,
         stage=127,

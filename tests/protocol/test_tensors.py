@@ -57,9 +57,7 @@ def test_int8_is_within_half_a_step_of_its_block(shape: tuple[int, ...], seed: i
     tensor = random_tensor(shape, seed, scale)
     back = decoded(joined(tensor, WireDtype.INT8), shape, WireDtype.INT8)
     assert back.shape == tensor.shape and back.dtype is torch.float32
-    for block, other in zip(
-        tensor.flatten().split(INT8_BLOCK), back.flatten().split(INT8_BLOCK), strict=True
-    ):
+    for block, other in zip(tensor.flatten().split(INT8_BLOCK), back.flatten().split(INT8_BLOCK), strict=True):
         if len(block):
             step = float(block.abs().max()) / 127
             assert float((block - other).abs().max()) <= 0.5001 * step
@@ -167,9 +165,7 @@ def test_what_is_not_expected_is_refused_with_its_kind(
     dtype: str, shape: tuple[int, ...], size: int, kind: str
 ) -> None:
     with pytest.raises(TensorError) as caught:
-        decode_tensor(
-            bytes(size), dtype=dtype, shape=shape, expected_dtype=WireDtype.FP32, expected_shape=(2, 3)
-        )
+        decode_tensor(bytes(size), dtype=dtype, shape=shape, expected_dtype=WireDtype.FP32, expected_shape=(2, 3))
     assert caught.value.kind == kind
 
 

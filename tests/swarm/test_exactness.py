@@ -13,7 +13,9 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 
 async def test_three_stages_of_two_replicas_match_one_process_for_twenty_steps(tmp_path: Path) -> None:
-    manifest = small_manifest(stages={"min_replicas": 2})
+    # The fences stay in their warm-up: an honest but unusual microbatch that one of them flags is trained a
+    # second time elsewhere, and then counts twice, which is right but not exact.
+    manifest = small_manifest(stages={"min_replicas": 2}, verifier={"warmup_steps": 20})
     async with running(tmp_path, manifest) as swarm:
         await swarm.coordinate()
         nodes = await swarm.fill(2, "--exit-when-done")
@@ -23,11 +25,9 @@ async def test_three_stages_of_two_replicas_match_one_process_for_twenty_steps(t
     expected = train_reference(manifest, 20)
     assert sorted(losses) == list(range(20))
     for step, loss in enumerate(expected):
-        assert losses[step] == pytest.approx(loss, rel=1e-4), f"step {step}"
+        assert losses[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
     for stage in range(3):
-        one, other = (
-            dict(summary["digests"]) for summary in summaries if summary["stage"] == stage
-        )
+        one, other = (dict(summary["digests"]) for summary in summaries if summary["stage"] == stage)
         assert len(one) == 20
         assert one == other, f"the replicas of stage {stage} differ"
     assert all(summary["microbatches_lost"] == 0 for summary in summaries)

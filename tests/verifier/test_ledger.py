@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -30,7 +30,7 @@ def ledger(**settings: object) -> Ledger:
 
 def strike(book: Ledger, times: int = 1, *, peer: str = PEER, step: int = 0) -> None:
     for _ in range(times):
-        book.strike(peer, Reason.L2, step=step)
+        book.strike(peer, Reason.NORM, step=step)
 
 
 def state(book: Ledger, peer: str = PEER) -> PeerState:
@@ -55,9 +55,9 @@ def test_credits_lead_to_trust() -> None:
 
 def test_the_first_strike_makes_a_suspect_and_the_third_a_quarantine() -> None:
     book = ledger()
-    (first,) = book.strike(PEER, Reason.L2, step=4)
-    assert (first.after, first.reason, first.would) == (PeerState.SUSPECT, Reason.L2, False)
-    assert book.strike(PEER, Reason.L2, step=4) == ()
+    (first,) = book.strike(PEER, Reason.SHAPE, step=4)
+    assert (first.after, first.reason, first.would) == (PeerState.SUSPECT, Reason.SHAPE, False)
+    assert book.strike(PEER, Reason.SHAPE, step=4) == ()
     assert book.allows(PEER)
     (third,) = book.strike(PEER, Reason.NORM, step=4)
     assert (third.after, third.reason) == (PeerState.QUARANTINED, Reason.NORM)
@@ -70,6 +70,20 @@ def test_one_heavy_strike_is_enough() -> None:
     book = ledger()
     (change,) = book.strike(PEER, Reason.RECEIPT, step=0, weight=3.0)
     assert (change.before, change.after) == (PeerState.PROBATION, PeerState.QUARANTINED)
+
+
+def test_statistics_strike_once_a_step_however_many_messages_they_flag() -> None:
+    book = ledger()
+    for _ in range(20):
+        book.strike(PEER, Reason.L2, step=7)
+        book.strike(PEER, Reason.CONTINUITY, step=7, weight=0.7)
+    assert book.standing(PEER).strikes == 1.0
+    book.strike(PEER, Reason.NORM, step=7)
+    assert book.standing(PEER).strikes == 2.0
+    book.strike(PEER, Reason.L1, step=8, weight=0.4)
+    book.strike(PEER, Reason.L1, step=8, weight=9.0)
+    assert state(book) is PeerState.QUARANTINED
+    assert book.standing(PEER).strikes == 3.0
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
@@ -178,7 +192,7 @@ def test_no_ejection_outlives_the_configured_time() -> None:
 
 def test_observing_counts_and_reports_but_bars_nobody() -> None:
     book = ledger(mode="observe")
-    changes = [c for _ in range(3) for c in book.strike(PEER, Reason.L1, step=0)]
+    changes = [c for step in range(3) for c in book.strike(PEER, Reason.L1, step=step)]
     assert [c.after for c in changes] == [PeerState.SUSPECT, PeerState.QUARANTINED]
     assert all(c.would for c in changes)
     assert book.allows(PEER)
@@ -224,7 +238,7 @@ def test_every_state_can_be_left_and_ejection_is_possible_from_all() -> None:
 def test_trust_falls_with_every_strike(weights: list[float]) -> None:
     book, before = ledger(), STRANGER_TRUST
     for weight in weights:
-        book.strike(PEER, Reason.L1, step=0, weight=weight)
+        book.strike(PEER, Reason.SHAPE, step=0, weight=weight)
         now = book.standing(PEER).trust
         assert 0.0 <= now < before or now == before == 0.0
         before = now
@@ -281,6 +295,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 EVENT_NAMES = ["strike", "credit", "end", "eject", "expire", "release"]

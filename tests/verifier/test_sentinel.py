@@ -119,6 +119,19 @@ def test_what_was_flagged_never_enters() -> None:
         checker.accept(flagged.observation)
 
 
+def test_what_a_replica_confirmed_enters_although_it_was_flagged() -> None:
+    checker = make()
+    run(checker, 8)
+    changed = [judge(checker, tensor(number) * 20, step=8) for number in range(100)]
+    assert not any(judgement.verdict.accepted for judgement in changed)
+    for judgement in changed:
+        checker.accept(judgement.observation, confirmed=True)
+    assert judge(checker, tensor(500) * 20, step=8).verdict.accepted
+    nonsense = judge(checker, tensor(1) * math.nan, step=8)
+    with pytest.raises(ValueError, match="not finite"):
+        checker.accept(nonsense.observation, confirmed=True)
+
+
 def test_a_poisoned_sketch_is_refused_before_it_reaches_a_window() -> None:
     checker = make()
     bad = torch.full((128,), math.nan)
