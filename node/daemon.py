@@ -27,7 +27,7 @@ from node.http import HttpServer
 from node.membership import Membership, Timing
 from node.metrics import Metrics
 from node.model import StageModule
-from node.network import Network
+from node.network import Network, P2PNetwork
 from node.optimizer import StepOptimizer
 from node.pipeline import Pipeline
 from node.settings import NodeSettings
@@ -69,7 +69,15 @@ SAMPLE_SECONDS = 2.0
 class Node:
     """One node, from start to goodbye. All its parts are its own; many nodes can share a process."""
 
-    def __init__(self, settings: NodeSettings, folder: StateFolder, identity: Identity) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        folder: StateFolder,
+        identity: Identity,
+        *,
+        network: Network | None = None,
+    ) -> None:
+        """``network`` replaces the real one in simulations."""
         self.settings = settings
         self.folder = folder
         self.identity = identity
@@ -99,11 +107,15 @@ class Node:
         assert manifest is not None or invite is not None
         swarm_id = manifest.swarm_id if manifest is not None else invite.swarm_id if invite is not None else ""
         self.swarm = bytes.fromhex(swarm_id)
-        self.network = Network(
-            identity=identity,
+        self.network = network if network is not None else self._real_network()
+
+    def _real_network(self) -> Network:
+        settings = self.settings
+        return P2PNetwork(
+            identity=self.identity,
             swarm=self.swarm,
             daemon_options=DaemonOptions(
-                identity_path=str(folder.identity_path),
+                identity_path=str(self.folder.identity_path),
                 host=settings.host,
                 port=settings.port,
                 announce=settings.announce,
@@ -128,8 +140,6 @@ class Node:
             SentinelError: what ended it; its exit code is the command's.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled, number)
         life = loop.create_task(self._live())
         stop = loop.create_task(self._stop.wait())
         try:
@@ -142,8 +152,15 @@ class Node:
         finally:
             stop.cancel()
             await self._leave(life)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+
+    def handle_signals(self) -> None:
+        """Leave politely on the first SIGINT or SIGTERM, at once on the second."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+
+    def stop(self) -> None:
+        """Leave politely."""
+        self._stop.set()
 
     async def _live(self) -> None:
         await self._preflight()
@@ -186,7 +203,7 @@ class Node:
             self.invite_line = str(invite)
             seeds = self.folder.load_peers()
             self._begin_membership(self.manifest)
-            await self.network.store.start(self.network.daemon.p2p)
+            await self.network.join_records(None, [])
             if seeds:
                 self._spawn(self._rejoin(seeds))
         else:
@@ -199,7 +216,7 @@ class Node:
             self.network.tune(self.manifest)
             self._check_drill(self.manifest)
             self._begin_membership(self.manifest)
-            await self.network.join_dht(seed, seeds)
+            await self.network.join_records(seed, seeds)
             assert self.membership is not None
             self.membership.remember_peer(seed)
             await self.membership.fetch_view(seed)
@@ -210,7 +227,7 @@ class Node:
     async def _rejoin(self, seeds: list[str]) -> None:
         """A coordinator that starts again looks for the swarm that went on without it."""
         peer = await self.network.contact(seeds, lambda why: log.info("cached peers: %s", why))
-        await self.network.join_dht(peer, seeds)
+        await self.network.join_records(peer, seeds)
 
     def _begin_membership(self, manifest: Manifest) -> None:
         self.telemetry.set_tokens_per_microbatch(manifest.training.sequences_per_microbatch * manifest.model.context)
@@ -401,11 +418,11 @@ class Node:
             await asyncio.to_thread(self._worker.close)
         await self._http.close()
 
-    def _signalled(self, number: int) -> None:
+    def _signalled(self) -> None:
         self._signals += 1
         if self._signals > 1:
             log.warning("second signal: leaving at once")
-            self.network.daemon.kill_now()
+            self.network.kill_now()
             os._exit(1)
         self._say("leaving; press Ctrl-C again to leave at once")
         self._stop.set()
@@ -534,7 +551,7 @@ class Node:
         return ready, f"{self.state.value}: {self.reason}"
 
     def _alive(self) -> tuple[bool, str]:
-        if self.network.daemon.pid is None and self.state is not NodeState.PREFLIGHT:
+        if not self.network.up and self.state is not NodeState.PREFLIGHT:
             return False, "p2pd is down"
         return True, self.state.value
 
@@ -556,7 +573,7 @@ class Node:
             await asyncio.sleep(SAMPLE_SECONDS)
             self.metrics.sample_process(
                 lag=max(0.0, time.monotonic() - before - SAMPLE_SECONDS),
-                p2pd_pid=self.network.daemon.pid,
+                p2pd_pid=self.network.helper_pid,
                 peers=len(self.network.transport.connected()),
             )
             if self.membership is not None and self.manifest is not None:

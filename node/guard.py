@@ -25,7 +25,7 @@ from protocol.records import Accusation
 from verifier.config import CheckerConfig
 from verifier.corroboration import corroborated
 from verifier.ledger import Ledger, PeerState, StandingChanged
-from verifier.quorum import ejects, neighbouring_stages
+from verifier.quorum import ejects, neighbouring_stages, seconds
 from verifier.sentinel import BoundaryChecker, Judgement
 from verifier.verdicts import Direction, Reason
 
@@ -244,6 +244,18 @@ class Guard:
         self._telemetry.struck(peer, self._view.stage_of(peer), reason.value, step, detail)
         self._evidence.setdefault(peer, []).append(f"{step} {reason.value} {detail}")
         self._handle(self.ledger.strike(peer, reason, step=step), step, reason)
+        self._second(peer, step)
+
+    def _second(self, peer: str, step: int) -> None:
+        """Join others' accusations where this node's own strikes bear them out."""
+        standing = self.ledger.standing(peer)
+        if standing.state not in (PeerState.SUSPECT, PeerState.TRUSTED, PeerState.PROBATION):
+            return
+        others = len(self._view.accusers(peer).keys() - {self._me})
+        if seconds(strikes=standing.strikes, others=others, limit=self._config.strike_limit):
+            reason = standing.reason or Reason.STRIKES
+            missing = max(self._config.strike_limit - standing.strikes, 1e-6)
+            self._handle(self.ledger.strike(peer, Reason.STRIKES, step=step, weight=missing), step, reason)
 
     def credit(self, peer: str, step: int) -> None:
         """Count a microbatch that went well."""
@@ -268,6 +280,7 @@ class Guard:
 
     def consider(self, accused: str) -> None:
         """Look whether the accusations against a peer make a quorum, and eject it if so."""
+        self._second(accused, self._step)
         accusers = self._view.accusers(accused)
         if not accusers or self.ledger.standing(accused).state is PeerState.EJECTED:
             return

@@ -30,9 +30,8 @@ from protocol.records import (
     parse_record,
     sign_claim,
 )
-from protocol.transports.base import Request, Response, Route
-from protocol.transports.dht import RecordStore
-from protocol.transports.p2p import P2PTransport
+from protocol.transports.base import RecordKeeper, Request, Response, Route
+from protocol.transports.sessions import DialingTransport
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +60,8 @@ class Membership:
         swarm: bytes,
         num_stages: int,
         timing: Timing,
-        transport: P2PTransport,
-        store: RecordStore,
+        transport: DialingTransport,
+        store: RecordKeeper,
         on_accusation: Callable[[Accusation], None],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:

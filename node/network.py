@@ -1,9 +1,10 @@
-"""A node's feet on the ground: p2pd, transport and DHT, and the first contact with a swarm."""
+"""How a node reaches others: transport and record store, and the first contact with a swarm."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,11 +21,11 @@ from protocol.identity import Identity
 from protocol.invite import parse_multiaddr
 from protocol.manifest import Manifest
 from protocol.messages import Empty, Method
-from protocol.transports.base import Observer
+from protocol.transports.base import Observer, RecordKeeper
 from protocol.transports.dht import RecordStore
 from protocol.transports.p2p import P2PTransport
 from protocol.transports.p2pd import Daemon, DaemonOptions
-from protocol.transports.sessions import SessionOptions
+from protocol.transports.sessions import DialingTransport, SessionOptions
 
 log = logging.getLogger(__name__)
 
@@ -34,47 +35,50 @@ FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 15.0
 
 
-class Network:
-    """Owns p2pd, the transport and the record store, and closes them in the right order."""
+class Network(ABC):
+    """How a node reaches others. Subclasses provide transport and record store."""
 
-    def __init__(
-        self,
-        *,
-        identity: Identity,
-        swarm: bytes,
-        daemon_options: DaemonOptions,
-        agent: str,
-        observer: Observer,
-        on_daemon_exit: Callable[[int], None],
-        store: RecordStore,
-    ) -> None:
+    def __init__(self, *, identity: Identity, swarm: bytes) -> None:
         self._identity = identity
         self._swarm = swarm
-        self._agent = agent
-        self._observer = observer
-        self.daemon = Daemon(daemon_options, on_exit=on_daemon_exit)
-        self.store = store
-        self._transport: P2PTransport | None = None
         self.addresses: tuple[str, ...] = ()
+        """Multiaddrs under which others reach this node, once started."""
 
     @property
-    def transport(self) -> P2PTransport:
+    @abstractmethod
+    def transport(self) -> DialingTransport:
         """The transport, once started."""
-        assert self._transport is not None, "start() comes first"
-        return self._transport
 
+    @property
+    @abstractmethod
+    def store(self) -> RecordKeeper:
+        """The record store, once started."""
+
+    @property
+    @abstractmethod
+    def helper_pid(self) -> int | None:
+        """Process id of the helper process below the transport while it runs; None if there is none."""
+
+    @property
+    @abstractmethod
+    def up(self) -> bool:
+        """Whether others can be reached at all."""
+
+    @abstractmethod
     async def start(self) -> None:
-        """Start p2pd and serve this node's streams."""
-        await self.daemon.start()
-        if str(self.daemon.p2p.peer_id) != self._identity.peer_id:
-            raise LocalError("p2pd came up with another identity; remove the key file and start again")
-        self._transport = P2PTransport(
-            self.daemon,
-            options=SessionOptions(swarm=self._swarm, agent=self._agent),
-            observer=self._observer,
-        )
-        await self._transport.start()
-        self.addresses = tuple(await self.daemon.addresses())[:8]
+        """Make this node reachable."""
+
+    @abstractmethod
+    async def join_records(self, peer: str | None, addresses: list[str]) -> None:
+        """Join the record store through a peer that answers, or begin a new one."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Leave."""
+
+    @abstractmethod
+    def kill_now(self) -> None:
+        """Leave nothing behind of a node that ends at once."""
 
     def tune(self, manifest: Manifest) -> None:
         """Take the heartbeat of the manifest for sessions opened from now on."""
@@ -127,12 +131,62 @@ class Network:
             raise ManifestError("the manifest does not match the swarm id of the invite; ask for a new invite")
         return manifest
 
-    async def join_dht(self, peer: str, addresses: list[str]) -> None:
-        """Join the DHT through a peer that answers."""
-        mine = [address for address in addresses if parse_multiaddr(address).peer_id == peer]
+
+class P2PNetwork(Network):
+    """The real one. Owns p2pd, the transport and the DHT, and closes them in the right order."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        swarm: bytes,
+        daemon_options: DaemonOptions,
+        agent: str,
+        observer: Observer,
+        on_daemon_exit: Callable[[int], None],
+        store: RecordStore,
+    ) -> None:
+        super().__init__(identity=identity, swarm=swarm)
+        self._agent = agent
+        self._observer = observer
+        self._daemon = Daemon(daemon_options, on_exit=on_daemon_exit)
+        self._store = store
+        self._transport: P2PTransport | None = None
+
+    @property
+    def transport(self) -> P2PTransport:
+        assert self._transport is not None, "start() comes first"
+        return self._transport
+
+    @property
+    def store(self) -> RecordStore:
+        return self._store
+
+    @property
+    def helper_pid(self) -> int | None:
+        return self._daemon.pid
+
+    @property
+    def up(self) -> bool:
+        return self._daemon.pid is not None
+
+    async def start(self) -> None:
+        await self._daemon.start()
+        if str(self._daemon.p2p.peer_id) != self._identity.peer_id:
+            raise LocalError("p2pd came up with another identity; remove the key file and start again")
+        self._transport = P2PTransport(
+            self._daemon,
+            options=SessionOptions(swarm=self._swarm, agent=self._agent),
+            observer=self._observer,
+        )
+        await self._transport.start()
+        self.addresses = tuple(await self._daemon.addresses())[:8]
+
+    async def join_records(self, peer: str | None, addresses: list[str]) -> None:
+        mine = [address for address in addresses if peer is not None and parse_multiaddr(address).peer_id == peer]
         for attempt in range(3):
             try:
-                await self.store.start(self.daemon.p2p, mine)
+                await self._store.start(self._daemon.p2p, mine)
                 return
             except TransportError as error:
                 if attempt == 2:
@@ -141,8 +195,10 @@ class Network:
                 await asyncio.sleep(1.0)
 
     async def close(self) -> None:
-        """Leave: streams first, then the DHT, then p2pd."""
         if self._transport is not None:
             await self._transport.close()
-        await self.store.stop()
-        await self.daemon.stop()
+        await self._store.stop()
+        await self._daemon.stop()
+
+    def kill_now(self) -> None:
+        self._daemon.kill_now()

@@ -31,7 +31,9 @@ def run_node(*, state_dir: Path | None, log_format: str, log_level: str, **optio
         settings = NodeSettings(state_dir=path, **options)
 
         async def main() -> None:
-            await Node(settings, folder, identity).run()
+            node = Node(settings, folder, identity)
+            node.handle_signals()
+            await node.run()
 
         uvloop.run(main())
 

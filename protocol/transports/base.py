@@ -10,6 +10,7 @@ from typing import Any
 from protocol.errors import SentinelError
 from protocol.framing import BodyLimit, Buffer, Frame, FrameKind
 from protocol.messages import Method, StreamKind
+from protocol.records import Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,18 @@ class Observer:
 
     def clock_offset(self, peer: str, seconds: float) -> None:
         """The peer's clock is ``seconds`` ahead of ours."""
+
+
+class RecordKeeper(ABC):
+    """Where signed records are published and looked up."""
+
+    @abstractmethod
+    async def store(self, data: bytes) -> bool:
+        """Publish one signed record under its own key; false if nobody took it."""
+
+    @abstractmethod
+    async def fetch(self, keys: Sequence[str]) -> list[tuple[Record, bytes]]:
+        """Every valid record under the keys, with its signed bytes."""
 
 
 class Link(ABC):

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from protocol.errors import RecordError, TransportError
-from protocol.records import Accusation, Claim, parse_record, record_key, record_subkey
+from protocol.records import Record, parse_record, record_key, record_subkey
+from protocol.transports.base import RecordKeeper
 from protocol.transports.hivemind_parts import DHTID, DHTNode, DHTRecord, MSGPackSerializer, RecordValidatorBase
 
 WAIT_SECONDS = 2.0
@@ -21,7 +22,7 @@ WAIT_SECONDS = 2.0
 EXPIRY_TOLERANCE_SECONDS = 1e-3
 
 
-class RecordStore:
+class RecordStore(RecordKeeper):
     """Claims and accusations in the DHT."""
 
     def __init__(
@@ -39,7 +40,7 @@ class RecordStore:
         self._node: Any = None
 
     async def start(self, p2p: Any, initial_peers: Sequence[str] = ()) -> None:
-        """Join the DHT through peers that p2pd can reach (multiaddrs with peer id).
+        """Join the DHT through peers to which p2pd is connected already (multiaddrs with peer id).
 
         Raises:
             TransportError: none of them answered as a DHT peer.
@@ -78,7 +79,7 @@ class RecordStore:
             self._on_operation("store", time.monotonic() - started, ok)
         return ok
 
-    async def fetch(self, keys: Sequence[str]) -> list[tuple[Claim | Accusation, bytes]]:
+    async def fetch(self, keys: Sequence[str]) -> list[tuple[Record, bytes]]:
         """Read every valid record under the keys, with its signed bytes."""
         if not keys:
             return []
@@ -89,7 +90,7 @@ class RecordStore:
             ok = True
         finally:
             self._on_operation("get", time.monotonic() - started, ok)
-        records: list[tuple[Claim | Accusation, bytes]] = []
+        records: list[tuple[Record, bytes]] = []
         for entry in found.values():
             if entry is None or not isinstance(entry.value, dict):
                 continue

@@ -6,15 +6,17 @@ Frames are copied at the border, so that a receiver owns what it gets, as over a
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from protocol.errors import PeerGoneError, PeerUnreachableError, SentinelError
 from protocol.framing import BodyLimit, Buffer, Frame, FrameKind, FrameReader, encode_head
 from protocol.messages import StreamKind
-from protocol.transports.base import Link
-from protocol.transports.sessions import Transport
+from protocol.records import Record, parse_record, record_key, record_subkey
+from protocol.transports.base import Link, RecordKeeper
+from protocol.transports.sessions import DialingTransport
 
 QUEUE_BYTES = 1 << 20
 
@@ -181,7 +183,7 @@ class MemoryNetwork:
         return near
 
 
-class MemoryTransport(Transport):
+class MemoryTransport(DialingTransport):
     """A peer of a :class:`MemoryNetwork`."""
 
     def __init__(self, network: MemoryNetwork, peer_id: str, **options: Any) -> None:
@@ -189,6 +191,9 @@ class MemoryTransport(Transport):
         self._network = network
         self._links: list[MemoryLink] = []
         network.add(self)
+
+    def learn(self, peer: str, addresses: Iterable[str]) -> None:
+        """Nothing to remember: the network knows everybody."""
 
     async def _open_link(self, peer: str, stream: StreamKind) -> Link:
         link = self._network.link(self.peer_id, peer, stream)
@@ -215,3 +220,30 @@ class MemoryTransport(Transport):
         for link in self._links:
             link.close()
         self._links.clear()
+
+
+class MemoryRecords(RecordKeeper):
+    """The record store of a :class:`MemoryNetwork`; checks records as the DHT does."""
+
+    def __init__(self, swarm: bytes, wall_clock: Callable[[], float] = time.time) -> None:
+        self._swarm = swarm
+        self._wall_clock = wall_clock
+        self._records: dict[str, dict[str, tuple[float, bytes]]] = {}
+
+    async def store(self, data: bytes) -> bool:
+        record = parse_record(data, swarm=self._swarm, now=self._wall_clock())
+        place = self._records.setdefault(record_key(record), {})
+        known = place.get(record_subkey(record))
+        if known is not None and known[0] >= record.expires:
+            return False  # as in the DHT: of two records the one that expires later stays
+        place[record_subkey(record)] = (record.expires, data)
+        return True
+
+    async def fetch(self, keys: Sequence[str]) -> list[tuple[Record, bytes]]:
+        now = self._wall_clock()
+        return [
+            (parse_record(data, swarm=self._swarm, now=now), data)
+            for key in keys
+            for expires, data in self._records.get(key, {}).values()
+            if expires > now
+        ]

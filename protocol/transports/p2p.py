@@ -25,7 +25,7 @@ from protocol.transports.hivemind_parts import (
     write_pbmsg,
 )
 from protocol.transports.p2pd import Daemon
-from protocol.transports.sessions import Transport
+from protocol.transports.sessions import DialingTransport
 from protocol.transports.stream import StreamLink
 
 PROTOCOL_OF = {StreamKind.CONTROL: CONTROL_PROTOCOL, StreamKind.TENSOR: TENSOR_PROTOCOL}
@@ -42,7 +42,7 @@ def _varint(number: int) -> bytes:
     return bytes(encoded)
 
 
-class P2PTransport(Transport):
+class P2PTransport(DialingTransport):
     """Streams of one node. The daemon must be started, and is stopped by its owner."""
 
     def __init__(self, daemon: Daemon, **options: Any) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -332,7 +332,7 @@ class ServerSession:
         if kind is not FrameKind.REQUEST or not self._greeted:
             return 0
         method = head.get("method")
-        route = self._routes.get(method) if isinstance(method, str) else None  # type: ignore[call-overload]
+        route: Route | None = self._routes.get(method) if isinstance(method, str) else None  # type: ignore[call-overload]
         if route is None or not route.admits(self.link.peer):
             return 0
         return route.body_limit
@@ -606,3 +606,11 @@ class Transport(ABC):
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class DialingTransport(Transport):
+    """A transport that has to be told where peers are."""
+
+    @abstractmethod
+    def learn(self, peer: str, addresses: Iterable[str]) -> None:
+        """Remember where a peer listens (multiaddrs, with or without the peer id)."""

@@ -19,7 +19,12 @@ async def _closed_after(peers: Peers) -> AsyncIterator[Peers]:
     before = asyncio.all_tasks()
     yield peers
     await peers.close()
-    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    left = {
+        task
+        for task in asyncio.all_tasks() - before - {asyncio.current_task()}
+        # hivemind's bootstrap leaves a bare timer running; nothing of this project is called sleep.
+        if getattr(task.get_coro(), "__qualname__", "") != "sleep"
+    }
     assert not left, f"tasks left: {left}"
     assert not failures, f"the event loop caught errors: {failures}"
 

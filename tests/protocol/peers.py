@@ -82,6 +82,7 @@ class Peers(ABC):
     @abstractmethod
     async def _make(self, options: SessionOptions, observer: Observer) -> Transport: ...
 
+    @abstractmethod
     async def _introduce(self) -> None:
         """Let every peer know where the others are."""
 
@@ -96,6 +97,9 @@ class MemoryPeers(Peers):
     async def _make(self, options: SessionOptions, observer: Observer) -> Transport:
         peer = Identity.generate().peer_id
         return MemoryTransport(self.network, peer, options=options, observer=observer)
+
+    async def _introduce(self) -> None:
+        return  # the network knows everybody
 
     async def crash(self, transport: Transport) -> None:
         self.network.remove(transport.peer_id)
@@ -231,3 +235,10 @@ async def until(event: asyncio.Event) -> None:
     """Wait for an event, but not for ever."""
     async with asyncio.timeout(PATIENCE):
         await event.wait()
+
+
+async def becomes(condition: Callable[[], bool]) -> None:
+    """Wait for something that no event tells of."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.01)  # noqa: ASYNC110

@@ -180,8 +180,10 @@ async def nodes(p2p_peers: P2PPeers) -> AsyncIterator[tuple[Node, Node]]:
     """A seed and one that joined through it."""
     made: list[Node] = []
     seeds: list[str] = []
-    for index in range(2):
-        daemon = await p2p_peers.daemon()
+    transports = [await p2p_peers.peer() for _ in range(2)]
+    await transports[1].connect(transports[0].peer_id, timeout=PATIENCE)
+    for index, transport in enumerate(transports):
+        daemon = p2p_peers.daemons[transport.peer_id]
         node = Node(Identity.load(p2p_peers.folder / f"{index}.key"))
         await node.store.start(daemon.p2p, seeds)
         seeds = await daemon.addresses()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import tracemalloc
 from collections.abc import Mapping
 from typing import Any
@@ -77,9 +79,7 @@ def test_any_cut_of_the_stream_gives_the_same_frames(
     cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=12))
     bounds = [0, *sorted(cuts), len(stream)]
     reader = FrameReader(anything)
-    read = [
-        plain(frame) for start, end in zip(bounds, bounds[1:], strict=False) for frame in reader.feed(stream[start:end])
-    ]
+    read = [plain(frame) for start, end in itertools.pairwise(bounds) for frame in reader.feed(stream[start:end])]
     assert read == frames
 
 
@@ -183,10 +183,8 @@ def test_a_stream_that_breaks_a_rule_is_refused(stream: bytes, message: str) -> 
 
 @given(st.binary(max_size=600))
 def test_arbitrary_bytes_raise_nothing_but_frame_errors(data: bytes) -> None:
-    try:
+    with contextlib.suppress(FrameError):
         FrameReader(anything).feed(data)
-    except FrameError:
-        pass
 
 
 @given(KINDS, st.binary(min_size=1, max_size=200), st.binary(max_size=50))
@@ -204,10 +202,8 @@ def test_a_flipped_byte_raises_nothing_but_frame_errors(noise: bytes) -> None:
     stream = bytearray(wire(FrameKind.REQUEST, {"id": 1, "method": "train", "shape": [4, 2]}, b"body"))
     for index, byte in enumerate(noise):
         stream[(byte * 7 + index) % len(stream)] ^= byte
-    try:
+    with contextlib.suppress(FrameError):
         FrameReader(anything).feed(bytes(stream))
-    except FrameError:
-        pass
 
 
 def test_a_writer_refuses_what_no_reader_takes() -> None:

@@ -20,7 +20,7 @@ from protocol.identity import Identity
 from protocol.messages import Empty, Method
 from protocol.transports.base import Request, Response
 from protocol.transports.p2pd import Daemon, DaemonOptions, check_port_free
-from tests.protocol.peers import NOBODY, PATIENCE, P2PPeers, serve, until
+from tests.protocol.peers import NOBODY, PATIENCE, P2PPeers, becomes, serve, until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -133,9 +133,7 @@ async def test_the_death_of_the_daemon_is_reported_and_ends_every_call(p2p_peers
         await call
     await until(gone)
     await until(ended)  # the other side notices as well
-    async with asyncio.timeout(PATIENCE):
-        while not p2p_peers.exits:
-            await asyncio.sleep(0.01)
+    await becomes(lambda: bool(p2p_peers.exits))
     assert p2p_peers.exits == [-signal.SIGKILL]
     for peer in (two.peer_id, NOBODY):
         with pytest.raises(SentinelError) as caught:

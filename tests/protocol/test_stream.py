@@ -14,6 +14,7 @@ from protocol.errors import FrameError, PeerGoneError, SentinelError
 from protocol.framing import Frame, FrameKind, encode_head
 from protocol.transports import stream
 from protocol.transports.stream import MAX_PRELUDE_BYTES, StreamLink
+from tests.protocol.peers import becomes
 
 PATIENCE = 10.0
 
@@ -172,9 +173,8 @@ async def test_a_peer_that_reads_nothing_cannot_keep_a_closed_stream_alive(
             async with asyncio.timeout(PATIENCE):
                 await waiting
         assert far.link._transport is not None
-        async with asyncio.timeout(PATIENCE):
-            while far.link._transport.get_extra_info("socket").fileno() != -1:
-                await asyncio.sleep(0.01)
+        near = far.link._transport.get_extra_info("socket")
+        await becomes(lambda: near.fileno() == -1)
         assert isinstance(await far.ended(), PeerGoneError)
 
 

@@ -25,7 +25,7 @@ from protocol.framing import FrameKind
 from protocol.messages import Aggregate, Chunk, Empty, Method, Part, StreamKind
 from protocol.transports.base import Request, Response
 from protocol.transports.sessions import MAX_SERVED_AT_ONCE, Transport
-from tests.protocol.peers import NOBODY, PATIENCE, SWARM, Peers, RawPeer, recorder, serve, until
+from tests.protocol.peers import NOBODY, PATIENCE, SWARM, Peers, RawPeer, becomes, recorder, serve, until
 
 MIB = 1 << 20
 PART = Part(step=1, attempt=0, members=(), microbatches=1)
@@ -441,9 +441,7 @@ async def test_a_caller_that_does_not_read_its_answers_is_cut_off(peers: Peers) 
     call = asyncio.create_task(ask(one, two, Method.AGGREGATE, reply_limit=64 * MIB))
     link.pause()
     await until(answered)
-    async with asyncio.timeout(PATIENCE):
-        while server in two._servers:
-            await asyncio.sleep(0.02)
+    await becomes(lambda: server not in two._servers)
     link.resume()  # now the caller learns that the stream has ended, or gets what was still under way
     (outcome,) = await asyncio.gather(call, return_exceptions=True)
     assert isinstance(outcome, PeerGoneError | Response)
@@ -510,8 +508,7 @@ async def test_closing_cancels_handlers_and_fails_own_calls(peers: Peers) -> Non
     serve(two, Method.PART, stuck)
     calls = [asyncio.create_task(ask(*way, Method.PART)) for way in ((one, two), (two, one))]
     await until(stuck.started)
-    while stuck.running < 2:
-        await asyncio.sleep(0)
+    await becomes(lambda: stuck.running == 2)
     await one.close()
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [PeerGoneError, PeerGoneError]
@@ -539,9 +536,7 @@ async def test_links_that_have_ended_are_forgotten(peers: Peers) -> None:
     for _ in range(5):
         await ask(one, two)
         one.drop(two.peer_id)
-    async with asyncio.timeout(PATIENCE):
-        while two._servers:
-            await asyncio.sleep(0.01)
+    await becomes(lambda: not two._servers)
     await ask(one, two)
     assert len(one._links) <= 2 and len(two._links) <= 2  # type: ignore[attr-defined]
 
