@@ -68,11 +68,11 @@ def should_move(
     for claim in claims:
         if claim.stage < num_stages:
             members[claim.stage].append(claim.peer)
-    total = sum(len(peers) for peers in members.values())
-    floor, extra = divmod(total, num_stages)
-    # The stages that may keep one more than the floor: those that hold most already, so that few move.
-    order = sorted(members, key=lambda stage: (-len(members[stage]), stage))
-    target = {stage: floor + (1 if place < extra else 0) for place, stage in enumerate(order)}
+    # Those who may move fill the stages up evenly around those who are pinned. Among equals, the stage
+    # that holds most already gets one more, so that few move.
+    target = {stage: sum(peer in pinned for peer in peers) for stage, peers in members.items()}
+    for _ in range(sum(len(peers) for peers in members.values()) - sum(target.values())):
+        target[min(members, key=lambda stage: (target[stage], -len(members[stage]), stage))] += 1
     surplus: list[str] = []
     vacancies: list[int] = []
     for stage in range(num_stages):

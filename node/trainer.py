@@ -21,11 +21,12 @@ from node.digest import parameter_digest
 from node.guard import Guard
 from node.membership import Membership
 from node.optimizer import StepOptimizer
-from node.pipeline import Pipeline, Step, UnfinishedError
+from node.pipeline import Pipeline
 from node.stage import StageRunner
 from node.statesync import StageState, StateServer, fetch_state
 from node.telemetry import Telemetry
 from node.wiring import Wire, assign_microbatches, shares, shuffled, wire
+from node.work import Step, UnfinishedError
 from node.worker import ComputeWorker, Priority
 from protocol.errors import LocalError, RemoteError, SentinelError
 from protocol.fields import decode, encode
@@ -162,7 +163,7 @@ class Trainer:
 
     async def _serve_until_over(self, step: Step) -> float:
         """Serve upstream until no more work of the step can come; returns the step's loss."""
-        barrier = self._pipeline.barrier(step.number)
+        barrier = self._pipeline.notices.barrier(step.number)
 
         def upstream() -> list[str]:
             return self._pipeline.peers(self._stage - 1, step.number)
@@ -181,7 +182,7 @@ class Trainer:
         return barrier.loss()
 
     def _spawn_end(self, number: int, loss: float, microbatches: int) -> None:
-        task = asyncio.get_running_loop().create_task(self._pipeline.send_end(number, loss, microbatches))
+        task = asyncio.get_running_loop().create_task(self._pipeline.notices.send_end(number, loss, microbatches))
         self._ends.add(task)
         task.add_done_callback(self._ends.discard)
 

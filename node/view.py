@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from protocol.records import Accusation, Claim, NodeState, Record, supersedes
+from protocol.records import Accusation, Claim, NodeState, Record
 
 TAKES_WORK = frozenset({NodeState.WAITING, NodeState.PROBATION, NodeState.TRAINING})
 """States in which a claim's owner serves its stage from ``active_from`` on."""
@@ -30,7 +30,6 @@ class View:
     signed: dict[str, bytes] = field(default_factory=dict)
     accusations: dict[tuple[str, str], Accusation] = field(default_factory=dict)
     signed_accusations: dict[tuple[str, str], bytes] = field(default_factory=dict)
-    _gone: dict[str, tuple[int, int]] = field(default_factory=dict)
     _newest: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def merge(self, record: Record, data: bytes, now: float) -> bool:
@@ -51,14 +50,15 @@ class View:
         if claim.stage >= self.num_stages or claim.expires <= now:
             return False
         version = (claim.generation, claim.sequence)
-        if version <= self._newest.get(claim.peer, (0, -1)) or version <= self._gone.get(claim.peer, (0, -1)):
-            return False
         known = self.claims.get(claim.peer)
-        if known is not None and not supersedes(claim, known):
+        # Two different claims with one number: the larger bytes count, so that everybody sees the same one.
+        two_faced = (
+            known is not None and version == (known.generation, known.sequence) and data > self.signed[claim.peer]
+        )
+        if not two_faced and version <= self._newest.get(claim.peer, (0, -1)):
             return False
         if known is None and len(self.claims) >= MAX_CLAIMS:
             return False
-        self._gone.pop(claim.peer, None)
         self._newest[claim.peer] = version
         self.claims[claim.peer] = claim
         self.signed[claim.peer] = data
@@ -69,12 +69,8 @@ class View:
 
     def mark_gone(self, peer: str) -> bool:
         """Note that a peer cannot be reached: its present claim no longer counts. True if it had one."""
-        claim = self.claims.pop(peer, None)
         self.signed.pop(peer, None)
-        if claim is None:
-            return False
-        self._gone[peer] = (claim.generation, claim.sequence)
-        return True
+        return self.claims.pop(peer, None) is not None
 
     def expire(self, now: float) -> list[str]:
         """Drop what has run out; return the peers whose lease ended."""
@@ -87,7 +83,6 @@ class View:
             del self.signed_accusations[key]
         if len(self._newest) > 4 * MAX_CLAIMS:  # strangers who came and went
             self._newest = {peer: version for peer, version in self._newest.items() if peer in self.claims}
-            self._gone.clear()
         return ended
 
     def stage_of(self, peer: str) -> int | None:

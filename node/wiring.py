@@ -63,24 +63,28 @@ def wire(
     """
     if not downstream:
         return {peer: () for peer in upstream}
-    wires: dict[str, list[Wire]] = {peer: [] for peer in upstream}
+    wires: dict[str, tuple[Wire, ...]] = {}
     targets = shuffled(swarm, step, stage + 1, list(downstream))
-    position, target_index, used = 0.0, 0, 0.0
+    target_index, used = 0, 0.0
     for peer in shuffled(swarm, step, stage, list(upstream)):
         left = upstream[peer]
+        parts: dict[str, float] = {}
         while left > 1e-9:
             target = targets[target_index]
             room = downstream[target] - used
             last = target_index == len(targets) - 1
             taken = left if last else min(left, room)
             if taken > 1e-9:
-                wires[peer].append(Wire(peer=target, share=taken / upstream[peer]))
+                parts[target] = taken
             left -= taken
             used += taken
-            position += taken
             if used >= downstream[target] - 1e-9 and not last:
                 target_index, used = target_index + 1, 0.0
-    return {peer: tuple(entries) for peer, entries in wires.items()}
+        # A share too small to be cut goes to whoever is next; what rounding left over is spread.
+        parts = parts or {targets[target_index]: 1.0}
+        total = sum(parts.values())
+        wires[peer] = tuple(Wire(peer=target, share=part / total) for target, part in parts.items())
+    return wires
 
 
 def assign_microbatches(swarm: bytes, step: int, count: int, stage0: Mapping[str, float]) -> dict[str, list[int]]:

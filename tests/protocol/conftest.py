@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.protocol.peers import MemoryPeers, P2PPeers, Peers
+
+# How long one example takes says more about the machine than about the code.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 
 
 async def _closed_after(peers: Peers) -> AsyncIterator[Peers]:

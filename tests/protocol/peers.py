@@ -240,5 +240,5 @@ async def until(event: asyncio.Event) -> None:
 async def becomes(condition: Callable[[], bool]) -> None:
     """Wait for something that no event tells of."""
     async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.01)  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

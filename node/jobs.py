@@ -1,0 +1,162 @@
+"""What the compute thread does with one microbatch: decode, check, forward, backward, encode.
+
+Every method runs in the compute thread, one at a time, and nothing here awaits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from node.boundary import Boundary, Incoming, Outgoing
+from node.guard import Guard, Judged
+from node.stage import StageRunner
+from node.telemetry import Telemetry
+from node.work import Returned, Work
+from protocol.errors import MessageError
+from protocol.framing import Buffer
+from protocol.manifest import Manifest
+from protocol.messages import Train, Trained
+from verifier.verdicts import Direction
+
+
+class StageJobs:
+    """The jobs of one stage."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        boundary: Boundary,
+        guard: Guard,
+        runner: StageRunner,
+        telemetry: Telemetry,
+    ) -> None:
+        self._manifest = manifest
+        self._boundary = boundary
+        self._guard = guard
+        self._runner = runner
+        self._telemetry = telemetry
+
+    def forward(self, key: int, step: int, microbatch: int, value: torch.Tensor) -> Outgoing:
+        """Forward of tokens int64 [B, T] (stage 0) or an activation [B, T, d]; the output is ready to be sent."""
+        with self._telemetry.phase("forward"):
+            output = self._runner.forward(key, value)
+        with self._telemetry.phase("send"):
+            return self._boundary.outgoing(output, step=step, microbatch=microbatch, direction=Direction.ACTIVATION)
+
+    def _take_activation(
+        self, step: int, sender: str, message: Train, body: Buffer, replicas: int
+    ) -> tuple[Incoming, Judged]:
+        with self._telemetry.phase("check"):
+            incoming = self._boundary.incoming(
+                body,
+                dtype=message.dtype,
+                shape=message.shape,
+                hop=message.hop,
+                input_hop=message.input_hop,
+                sender=sender,
+                step=step,
+                microbatch=message.microbatch,
+                direction=Direction.ACTIVATION,
+            )
+            judged = self._guard.judge(
+                incoming,
+                sender=sender,
+                step=step,
+                microbatch=message.microbatch,
+                direction=Direction.ACTIVATION,
+                replicas=replicas,
+            )
+            return incoming, judged
+
+    def receive(
+        self, key: int, step: int, sender: str, message: Train, body: Buffer, replicas: int
+    ) -> tuple[Outgoing, Incoming, Judged]:
+        """Check an activation and run the forward of a middle stage.
+
+        Raises:
+            RemoteError: the activation must not be used.
+        """
+        incoming, judged = self._take_activation(step, sender, message, body, replicas)
+        return self.forward(key, step, message.microbatch, incoming.tensor), incoming, judged
+
+    def receive_last(
+        self, key: int, step: int, sender: str, message: Train, work: Work, body: Buffer, replicas: int
+    ) -> tuple[Outgoing, float, Incoming, Judged]:
+        """Check an activation and run both ways of the last stage; the gradient is ready to be sent.
+
+        Raises:
+            RemoteError: the activation or the labels must not be used.
+        """
+        incoming, judged = self._take_activation(step, sender, message, body, replicas)
+        training = self._manifest.training
+        tokens = torch.frombuffer(bytearray(work.tokens), dtype=torch.int32).long()
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self._manifest.model.vocab_size:
+            raise MessageError("a token is outside the vocabulary", kind="origin")
+        targets = tokens.view(training.sequences_per_microbatch, -1)[:, 1:]
+        with self._telemetry.phase("forward"):
+            loss, gradient = self._runner.forward_backward(key, incoming.tensor, targets)
+        with self._telemetry.phase("send"):
+            outgoing = self._boundary.outgoing(
+                gradient, step=step, microbatch=message.microbatch, direction=Direction.GRADIENT
+            )
+        return outgoing, loss, incoming, judged
+
+    def receive_gradient(
+        self, step: int, microbatch: int, peer: str, trained: Trained, body: Buffer, replicas: int
+    ) -> tuple[Incoming, Judged]:
+        """Check a gradient that came back.
+
+        Raises:
+            RemoteError: it must not be used.
+        """
+        with self._telemetry.phase("check"):
+            incoming = self._boundary.incoming(
+                body,
+                dtype=trained.dtype,
+                shape=trained.shape,
+                hop=trained.hop,
+                input_hop=trained.input_hop,
+                sender=peer,
+                step=step,
+                microbatch=microbatch,
+                direction=Direction.GRADIENT,
+            )
+            judged = self._guard.judge(
+                incoming,
+                sender=peer,
+                step=step,
+                microbatch=microbatch,
+                direction=Direction.GRADIENT,
+                replicas=replicas,
+            )
+            return incoming, judged
+
+    def backward(self, key: int, step: int, microbatch: int, returned: Returned) -> Outgoing:
+        """Backward of a middle stage; the gradient of its input is ready to be sent."""
+        with self._telemetry.phase("backward"):
+            gradient = self._runner.backward(key, returned.incoming.tensor)
+        assert gradient is not None
+        with self._telemetry.phase("send"):
+            return self._boundary.outgoing(gradient, step=step, microbatch=microbatch, direction=Direction.GRADIENT)
+
+    def train_alone(self, key: int, tokens: torch.Tensor) -> float:
+        """Both ways through the only stage that there is."""
+        with self._telemetry.phase("forward"):
+            loss = self._runner.forward(key, tokens[:, :-1], tokens[:, 1:])
+        with self._telemetry.phase("backward"):
+            self._runner.backward(key, None)
+        return loss
+
+    def backward_only(self, key: int, returned: Returned) -> None:
+        """Backward of stage 0, whose input has no gradient."""
+        with self._telemetry.phase("backward"):
+            self._runner.backward(key, returned.incoming.tensor)
+
+    def accept(self, judged: Judged) -> None:
+        """Learn from a tensor whose microbatch is complete."""
+        self._guard.accept(judged)
+
+    def discard(self, key: int) -> None:
+        """Forget a microbatch that did not get through."""
+        self._runner.discard(key)

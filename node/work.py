@@ -1,0 +1,61 @@
+"""One microbatch and one step, as a node sees them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from node.boundary import Incoming
+from node.guard import Judged
+from node.wiring import Dealer
+from protocol.errors import RefusedError
+
+FORGIVABLE = frozenset({"busy", "wrong_step", "not_admitted", "unknown_peer", "unavailable", "not_started", "method"})
+"""Refusals that pass: they say nothing about this node's work, and are tried again after a change."""
+
+
+class UnfinishedError(RefusedError):
+    """No replica of the next stage completed the microbatch."""
+
+    default_kind = "unfinished"
+
+
+@dataclass(slots=True)
+class Step:
+    """What this node knows of the step that it is in."""
+
+    number: int
+    parameters: bytes
+    """Digest of this node's parameters during the step; goes into its receipts."""
+    dealer: Dealer
+    started: float = field(default_factory=time.monotonic)
+    serving: int = 0
+    closed: bool = False
+    seen: set[tuple[str, int, int]] = field(default_factory=set)
+    trained: set[int] = field(default_factory=set)
+    losses: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One microbatch as it passes through this node."""
+
+    microbatch: int
+    tokens: bytes
+    """int32 little endian [B, T + 1]: inputs and, shifted by one, labels."""
+    origin: str
+    origin_signature: bytes
+    input_hop: bytes | None
+    """The hop of the activation that this node received; None at stage 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """A gradient that came back and was accepted."""
+
+    loss: float
+    incoming: Incoming
+    judged: Judged
+    peer: str
+    outlier: bool
+    """Whether the microbatch was flagged further down and then cleared."""

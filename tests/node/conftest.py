@@ -1,0 +1,9 @@
+"""Settings of the property tests."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+# How long one example takes says more about the machine than about the code.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")

@@ -1,0 +1,128 @@
+"""Decisions of an averaging round: the same on every member, whatever the order of arrival."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.rounds import (
+    Announcement,
+    aggregate_digest,
+    agreed,
+    majority_digest,
+    next_attempt,
+    reduce_slice,
+    settle_members,
+    slice_bounds,
+)
+
+PEERS = "abcd"
+SETS = st.sets(st.sampled_from(PEERS), min_size=1).map(lambda peers: tuple(sorted(peers)))
+
+
+def says(members: str | tuple[str, ...], attempt: int = 0, microbatches: int = 1) -> Announcement:
+    return Announcement(members=tuple(members), attempt=attempt, microbatches=microbatches, parameters=bytes(32))
+
+
+ANNOUNCED = st.dictionaries(st.sampled_from(PEERS), st.builds(says, SETS, st.integers(0, 3)))
+
+
+def test_a_round_is_agreed_once_every_member_has_announced_the_same() -> None:
+    mine = says("abc", 1)
+    everyone = {"b": says("abc", 1), "c": says("abc", 1), "d": says("d", 5)}
+    assert agreed("a", mine, everyone)
+    assert agreed("a", says("a"), {})
+    for changed in ({"b": says("ab", 1)}, {"b": says("abc", 0)}, {"b": says("abc", 2)}):
+        assert not agreed("a", mine, everyone | changed)
+    assert not agreed("a", mine, {"b": says("abc", 1)})
+    assert agreed("a", mine, everyone | {"a": says("x", 9)})  # what others say in my name does not count
+
+
+@given(ANNOUNCED, st.sampled_from(PEERS), st.data())
+def test_settled_members_hold_me_and_only_live_peers_or_an_announced_set(
+    announced: dict[str, Announcement], me: str, data: st.DataObject
+) -> None:
+    live = sorted({me, *data.draw(st.sets(st.sampled_from(PEERS)))})
+    members = settle_members(me, live, announced)
+    assert me in members and list(members) == sorted(set(members))
+    assert set(members) <= set(live) or members in {entry.members for entry in announced.values()}
+
+
+def test_the_set_with_most_votes_settles_a_difference() -> None:
+    announced = {"a": says("abcd"), "b": says("abc"), "c": says("abc"), "d": says("abcd")}
+    assert settle_members("a", "abcd", announced) == tuple("abcd")  # two each: the larger
+    announced["d"] = says("abc")  # names others only
+    assert settle_members("a", "abcd", announced) == tuple("abc")
+    assert settle_members("a", "ab", {"b": says("ab")}) == tuple("ab")
+
+
+def test_with_no_agreement_those_who_count_on_me_stay() -> None:
+    announced = {"b": says("ab"), "c": says("ac"), "d": says("bd")}
+    assert settle_members("a", "abcd", announced) == tuple("abc")
+    assert settle_members("a", "abcd", {}) == ("a",)
+
+
+def test_members_that_are_further_on_are_followed() -> None:
+    announced = {"b": says("ab", 3), "x": says("x", 9)}
+    assert next_attempt(1, announced, ("a", "b")) == 3
+    assert next_attempt(4, announced, ("a", "b")) == 4
+    assert next_attempt(0, {}, ("a", "b")) == 0
+
+
+@given(st.integers(0, 10_000), st.integers(1, 40))
+def test_slices_tile_the_vector_and_differ_by_one_at_most(length: int, members: int) -> None:
+    bounds = slice_bounds(length, members)
+    assert len(bounds) == members and bounds[0][0] == 0 and bounds[-1][1] == length
+    assert all(one[1] == two[0] for one, two in zip(bounds[:-1], bounds[1:], strict=True))
+    sizes = [end - start for start, end in bounds]
+    assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), min_size=1, max_size=6), st.integers(0, 40))
+def test_the_reduction_is_the_mean_over_microbatches_with_fixed_bits(
+    members: list[tuple[int, int]], length: int
+) -> None:
+    parts = [torch.randn(length, generator=torch.Generator().manual_seed(seed)) * count for seed, count in members]
+    counts = [count for _, count in members]
+    kept = [part.clone() for part in parts]
+    reduced = reduce_slice(parts, counts)
+    assert torch.equal(reduced, reduce_slice(parts, counts))
+    assert all(torch.equal(part, before) for part, before in zip(parts, kept, strict=True))
+    exact = sum(
+        (part.double() for part, count in zip(parts, counts, strict=True) if count), torch.zeros(length).double()
+    )
+    torch.testing.assert_close(reduced.double(), exact / max(1, sum(counts)), rtol=1e-4, atol=1e-5)
+
+
+def test_slices_reduced_apart_make_the_same_bits_as_the_whole() -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(101, generator=generator) for _ in range(3)]
+    whole = reduce_slice(parts, [2, 3, 1])
+    pieces = [reduce_slice([part[start:end] for part in parts], [2, 3, 1]) for start, end in slice_bounds(101, 3)]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_a_member_without_microbatches_adds_nothing() -> None:
+    parts = [torch.tensor([6.0]), torch.tensor([1e30])]
+    assert reduce_slice(parts, [3, 0]).tolist() == [2.0]
+    assert reduce_slice(parts, [0, 0]).tolist() == [0.0]
+
+
+def test_parts_and_counts_have_to_match() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        reduce_slice([torch.zeros(1)] * 2, [1])
+
+
+def test_the_digest_covers_the_bytes_and_the_count() -> None:
+    data = memoryview(b"12345678")
+    digests = {aggregate_digest(data, 1), aggregate_digest(data, 2), aggregate_digest(memoryview(b"1234567x"), 1)}
+    assert len(digests) == 3 and all(len(digest) == 32 for digest in digests)
+
+
+def test_a_majority_is_more_than_half() -> None:
+    assert majority_digest({"a": b"x"}) == b"x"
+    assert majority_digest({"a": b"x", "b": b"y"}) is None
+    assert majority_digest({"a": b"x", "b": b"y", "c": b"x"}) == b"x"
+    assert majority_digest({"a": b"x", "b": b"y", "c": b"x", "d": b"y"}) is None
