@@ -1,4 +1,7 @@
-"""Runs the benchmarks: ``python -m benchmarks [NAME ...]``, one JSON line each."""
+"""Runs the benchmarks: ``python -m benchmarks [NAME ...]``, one JSON line each.
+
+The drills take ten minutes and have a command of their own: ``python -m benchmarks.drills``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import torch
 def main(names: Sequence[str]) -> int:
     """Run the named benchmarks, or all; return the exit code."""
     folder = Path(__file__).parent
-    known = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    known = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_") and path.stem != "drills")
     if unknown := sorted(set(names) - set(known)):
         print(f"benchmarks: there is no {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2

@@ -21,6 +21,7 @@ from node.rounds import (
     Members,
     aggregate_digest,
     agreed,
+    differing,
     majority_digest,
     next_attempt,
     reduce_slice,
@@ -54,6 +55,8 @@ MAX_LOGGED_BYTES = 64 << 20
 MAX_LOGGED_STEPS = 16
 CONTROL_SECONDS = 5.0
 MAX_ATTEMPTS = 8
+MAX_FOLLOWED_ATTEMPT = 2 * MAX_ATTEMPTS
+"""No sibling that keeps to the rules gets further; a number above it must not drag the others along."""
 
 RoundKey = tuple[int, int, Members]
 
@@ -62,6 +65,8 @@ RoundKey = tuple[int, int, Members]
 class Gathering:
     """The slice that this node owns in one attempt: parts as they arrive, then the mean."""
 
+    opener: str
+    """Who made this node keep it."""
     parts: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     reduced: torch.Tensor | None = None
 
@@ -177,7 +182,7 @@ class Averager:
         step = contribution.step
         announced = self._announced.setdefault(step, {})
         dropped: set[str] = set()
-        members = self._live_members(step, dropped)
+        live = members = self._live_members(step, dropped)
         settle_after = self._hop_seconds / 4
         while True:
             if len(members) == 1:
@@ -192,32 +197,32 @@ class Averager:
             if committed is not None:
                 return committed
 
-            def ready(mine: Announcement = mine) -> bool:
+            def ready(mine: Announcement = mine, live: Members = live) -> bool:
                 return (
                     agreed(self._me, mine, announced)
-                    or self._live_members(step, dropped) != mine.members
-                    or next_attempt(mine.attempt, announced, mine.members) != mine.attempt
+                    or self._live_members(step, dropped) != live
+                    or next_attempt(mine.attempt, announced, mine.members, MAX_FOLLOWED_ATTEMPT) != mine.attempt
                 )
 
-            self._check_agreement(mine, announced, dropped)
             in_time = await self._wait_until(ready, settle_after)
-            if agreed(self._me, mine, announced):
+            self._check_agreement(mine, announced, dropped)
+            if agreed(self._me, mine, announced) and dropped.isdisjoint(members):
                 return members, attempt
-            attempt = next_attempt(attempt, announced, members)
-            live = self._live_members(step, dropped)
-            if live != members:
+            attempt = next_attempt(attempt, announced, members, MAX_FOLLOWED_ATTEMPT)
+            if not in_time:
+                settle_after *= 2
+            if not in_time and settle_after > 4 * self._hop_seconds:
+                # Silent, stuck in an earlier attempt, or telling everybody something else: go on without them.
+                odd = differing(self._me, mine, announced)
+                for peer in odd:
+                    self._on_stalled(peer)
+                dropped.update(odd)
+            before, live = live, self._live_members(step, dropped)
+            if live != before:
                 members = live
-            elif not in_time:
-                silent = [peer for peer in members if peer != self._me and peer not in announced]
-                if silent:
-                    settle_after *= 2
-                    if settle_after > 4 * self._hop_seconds:
-                        for peer in silent:
-                            self._on_stalled(peer)
-                        dropped.update(silent)
-                        members = self._live_members(step, dropped)
-                else:
-                    members = settle_members(self._me, members, announced)
+            elif not in_time and all(peer == self._me or peer in announced for peer in members):
+                settled = settle_members(self._me, members, announced)
+                members = tuple(peer for peer in settled if peer not in dropped)
 
     def _check_agreement(self, mine: Announcement, announced: dict[str, Announcement], dropped: set[str]) -> None:
         """Only equal parameters may be averaged: leave out siblings that differ, or be left out.
@@ -225,12 +230,16 @@ class Averager:
         Raises:
             OutOfSyncError: this node is the one that differs.
         """
-        digests = {peer: entry.parameters for peer, entry in announced.items() if peer not in dropped}
+        digests = {peer: announced[peer].parameters for peer in mine.members if peer in announced}
         digests[self._me] = mine.parameters
         if len(set(digests.values())) == 1:
             return
-        # Without a majority (two siblings) the smaller digest stays: arbitrary, but the same for both.
-        standing = majority_digest(digests) or min(digests.values())
+        standing = majority_digest(digests, of=len(mine.members))
+        if standing is None:
+            if len(digests) < len(mine.members):
+                return  # those who have not spoken yet decide it
+            # Without a majority (two siblings) the smaller digest stays: arbitrary, but the same for both.
+            standing = min(digests.values())
         if standing != mine.parameters:
             raise OutOfSyncError("this node's parameters differ from its siblings'; fetching theirs")
         dropped.update(peer for peer, digest in digests.items() if digest != standing)
@@ -247,20 +256,34 @@ class Averager:
             parameters=mine.parameters,
         )
 
-        async def tell(peer: str) -> bytes | None:
+        held: dict[str, bytes] = {}
+        ahead: set[str] = set()
+
+        async def tell(peer: str) -> None:
             try:
                 response = await self._transport.call(peer, Method.ROUND_JOIN, message, timeout=CONTROL_SECONDS)
                 answer = decode(RoundAnswer, response.head)
             except SentinelError as error:
                 log.debug("sibling %s did not take the announcement: %s", peer[-8:], error)
-                return None
-            return answer.digest if answer.committed else None
+                if isinstance(error, RefusedError) and error.kind == "too_old":
+                    ahead.add(peer)
+                return
+            if answer.committed:
+                held[peer] = answer.digest
 
         peers = [peer for peer in mine.members if peer != self._me]
-        digests = [digest for digest in await asyncio.gather(*map(tell, peers)) if digest]
-        if not digests:
+        await asyncio.gather(*map(tell, peers))
+        if 2 * len(ahead) > len(peers):
+            raise OutOfSyncError(f"the siblings are past step {step} and keep it no longer; fetching their state")
+        # One sibling alone must not talk this node into an aggregate of its own making.
+        digest = majority_digest(held, of=len(peers)) if held else None
+        if digest is None:
             return None
-        return await self.fetch(step, peers, want=digests[0])
+        try:
+            return await self.fetch(step, [peer for peer in held if held[peer] == digest], want=digest)
+        except LocalError as error:
+            log.warning("%s", error)
+            return None
 
     async def _exchange(self, contribution: Contribution, members: Members, attempt: int) -> tuple[torch.Tensor, int]:
         """The butterfly: returns the mean over all members' microbatches, and how many they are."""
@@ -268,7 +291,7 @@ class Averager:
         step = contribution.step
         own_index = members.index(self._me)
         key = (step, attempt, members)
-        gathering = self._gathering(key)
+        gathering = self._gathering(key, self._me)
         start, end = bounds[own_index]
         self._add_part(gathering, self._me, contribution.gradient[start:end], contribution.microbatches)
         mean = torch.empty(self._length)
@@ -287,7 +310,11 @@ class Averager:
                 timeout=2 * self._hop_seconds,
                 reply_limit=4 * (high - low),
             )
-            mean[low:high] = _flat(response.data, high - low)
+            try:
+                mean[low:high] = _finite(_flat(response.data, high - low), members[index])
+            except RemoteError as error:
+                self._transport.observer.remote_error(members[index], error)
+                raise
 
         results = await asyncio.gather(*map(trade, range(len(members))), return_exceptions=True)
         for result in results:
@@ -328,15 +355,16 @@ class Averager:
             missing = [peer[-8:] for peer in others if peer not in commits]
             log.warning("no commit of step %d from %s (live: %d)", step, ", ".join(missing), len(live))
             return None
-        if len(set(commits.values())) == 1:
+        held = {peer: commits[peer] for peer in members}  # and not what others said about this attempt
+        if len(set(held.values())) == 1:
             return mine
-        best = majority_digest(commits)
+        best = majority_digest(held)
         if best is None:
             log.warning("siblings hold different aggregates of step %d and none has a majority", step)
             return None
         if best == digest:
             return mine
-        return await self.fetch(step, [peer for peer in others if commits[peer] == best], want=best)
+        return await self.fetch(step, [peer for peer in others if held[peer] == best], want=best)
 
     # catching up ---------------------------------------------------------------------
 
@@ -376,7 +404,7 @@ class Averager:
         committed = self._log.get(message.step)
         if committed is not None:
             return Response(head=encode(RoundAnswer(committed=True, digest=committed.digest)))
-        self._check_step(message.step)
+        self._check_round(message.step, message.attempt)
         self._announced.setdefault(message.step, {})[request.peer] = Announcement(
             members=message.members,
             attempt=message.attempt,
@@ -391,20 +419,20 @@ class Averager:
         committed = self._log.get(message.step)
         if committed is not None:
             return Response(head=encode(RoundAnswer(committed=True, digest=committed.digest)))
-        self._check_step(message.step)
+        self._check_round(message.step, message.attempt)
         self._commits.setdefault((message.step, message.attempt), {})[request.peer] = message.digest
         self._notify()
         return Response(head=encode(RoundAnswer(committed=False)))
 
     async def _serve_part(self, request: Request) -> Response:
         message = decode(Part, request.head)
-        self._check_step(message.step)
+        self._check_round(message.step, message.attempt)
         if self._me not in message.members or request.peer not in message.members:
             raise MessageError("a part came for a round without its sender or receiver", kind="round")
         bounds = slice_bounds(self._length, len(message.members))
         start, end = bounds[message.members.index(self._me)]
         key = (message.step, message.attempt, message.members)
-        gathering = self._gathering(key)
+        gathering = self._gathering(key, request.peer)
         if request.peer in gathering.parts:
             raise MessageError("a part came twice", kind="repeated")
         self._add_part(gathering, request.peer, _flat(request.body, end - start), message.microbatches)
@@ -428,23 +456,26 @@ class Averager:
             body=encode_tensor(committed.mean, WireDtype.FP32),
         )
 
-    def _check_step(self, step: int) -> None:
+    def _check_round(self, step: int, attempt: int) -> None:
         """Only the present step and the next one may be prepared; the rest would fill the memory."""
-        if not self._step <= step <= self._step + 1:
+        if step < self._step:
+            raise RefusedError(f"step {step} is over; this is step {self._step}", kind="too_old")
+        if step > self._step + 1:
             raise RefusedError(f"step {step} is not the present one ({self._step})", kind="wrong_step")
+        if attempt > MAX_FOLLOWED_ATTEMPT + MAX_ATTEMPTS:
+            raise MessageError(f"no round has {attempt} attempts", kind="attempt")
 
-    def _gathering(self, key: RoundKey) -> Gathering:
+    def _gathering(self, key: RoundKey, opener: str) -> Gathering:
         gathering = self._gatherings.get(key)
         if gathering is None:
-            if len(self._gatherings) >= 4 * MAX_ATTEMPTS:
+            opened = sum(known.opener == opener for known in self._gatherings.values())
+            if opener != self._me and opened >= 2 * MAX_ATTEMPTS:
                 raise RefusedError("too many rounds are open", kind="busy")
-            gathering = self._gatherings[key] = Gathering()
+            gathering = self._gatherings[key] = Gathering(opener=opener)
         return gathering
 
     def _add_part(self, gathering: Gathering, peer: str, part: torch.Tensor, microbatches: int) -> None:
-        if not torch.isfinite(part).all():
-            raise RemoteError(f"the part of sibling {peer[-8:]} holds values that are not finite", kind="non_finite")
-        gathering.parts[peer] = (part, microbatches)
+        gathering.parts[peer] = (_finite(part, peer), microbatches)
         self._notify()
 
     async def _reduced(self, key: RoundKey, gathering: Gathering) -> torch.Tensor:
@@ -461,6 +492,12 @@ class Averager:
                 [gathering.parts[member][1] for member in members],
             )
         return gathering.reduced
+
+
+def _finite(part: torch.Tensor, peer: str) -> torch.Tensor:
+    if not torch.isfinite(part).all():
+        raise RemoteError(f"what came from sibling {peer[-8:]} holds values that are not finite", kind="non_finite")
+    return part
 
 
 def _flat(body: object, length: int) -> torch.Tensor:

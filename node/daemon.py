@@ -88,6 +88,8 @@ class Node:
         self.reason = ""
         self.started = time.time()
         self.invite_line = ""
+        self.invited = asyncio.Event()
+        """Set once a coordinator has its invite."""
         self.http_address: tuple[str, int] | None = None
         self.membership: Membership | None = None
         self.guard: Guard | None = None
@@ -201,6 +203,7 @@ class Node:
             assert self.manifest is not None
             invite = Invite(swarm_id=self.manifest.swarm_id, addresses=self.network.addresses)
             self.invite_line = str(invite)
+            self.invited.set()
             seeds = self.folder.load_peers()
             self._begin_membership(self.manifest)
             await self.network.join_records(None, [])

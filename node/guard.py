@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from protocol.manifest import Manifest
 from protocol.messages import Cleared
 from protocol.records import Accusation
 from verifier.config import CheckerConfig
-from verifier.corroboration import corroborated
+from verifier.corroboration import contradicted, corroborated
 from verifier.ledger import Ledger, PeerState, StandingChanged
 from verifier.quorum import ejects, neighbouring_stages, seconds
 from verifier.sentinel import BoundaryChecker, Judgement
@@ -60,6 +60,8 @@ class Judged:
     """Replicas that sent this same flagged tensor: it is unusual, and nobody is to blame."""
     hops: tuple[bytes, ...] = ()
     """The signed proof of that."""
+    contradicted: tuple[str, ...] = ()
+    """Replicas whose flagged tensor of this microbatch differs from this accepted one, from equal inputs."""
 
 
 def checker_config(manifest: Manifest) -> CheckerConfig:
@@ -112,7 +114,7 @@ class Guard:
         self.ledger = Ledger(self._config)
         self._checkers = {direction: BoundaryChecker(self._config, direction, seed=seed) for direction in Direction}
         self._evidence: dict[str, list[str]] = {}
-        self._suspects: dict[tuple[Direction, int, int], dict[str, tuple[Tensor, bytes]]] = {}
+        self._suspects: dict[tuple[Direction, int, int], dict[str, Incoming]] = {}
         self._struck: dict[tuple[int, int], set[str]] = {}
         self._step = 0
 
@@ -139,16 +141,23 @@ class Guard:
             incoming.tensor, step=step, sketch=incoming.sketch, input_sketch=incoming.input_sketch
         )
         verdict = judgement.verdict
+        key = (direction, step, microbatch)
         if verdict.accepted:
-            return Judged(sender=sender, direction=direction, judgement=judgement)
-        suspects = self._suspects.setdefault((direction, step, microbatch), {})
-        suspects[sender] = (incoming.sketch, incoming.hop)
+            mine = (incoming.sketch, incoming.input_sketch)
+            wrong = tuple(
+                peer
+                for peer, other in self._suspects.get(key, {}).items()
+                if peer != sender and contradicted((other.sketch, other.input_sketch), mine)
+            )
+            return Judged(sender=sender, direction=direction, judgement=judgement, contradicted=wrong)
+        suspects = self._suspects.setdefault(key, {})
+        suspects[sender] = replace(incoming, tensor=torch.empty(0))  # the sketches are enough
         agreeing = corroborated(
-            [(peer, found) for peer, (found, _) in suspects.items()], peer=sender, replicas=replicas
+            [(peer, other.sketch) for peer, other in suspects.items()], peer=sender, replicas=replicas
         )
         if agreeing:
-            hops = tuple(suspects[peer][1] for peer in agreeing)
-            return Judged(sender=sender, direction=direction, judgement=None, cleared=agreeing, hops=hops)
+            hops = tuple(suspects[peer].hop for peer in agreeing)
+            return Judged(sender=sender, direction=direction, judgement=judgement, cleared=agreeing, hops=hops)
         scores = ", ".join(f"{name} {score:.2f}" for name, score in verdict.scores.items() if score > 1)
         error = FlaggedError(
             f"the {direction} of {sender[-8:]} is flagged ({scores} times its fence)",
@@ -162,7 +171,9 @@ class Guard:
     def accept(self, judged: Judged) -> None:
         """Learn from a tensor whose microbatch is complete."""
         if judged.judgement is not None:
-            self._checkers[judged.direction].accept(judged.judgement.observation)
+            # What replicas have confirmed is learnt too: after a jump of the loss every honest tensor is flagged
+            # at first, and a baseline that did not follow would flag them for ever.
+            self._checkers[judged.direction].accept(judged.judgement.observation, confirmed=bool(judged.cleared))
 
     def end_step_checkers(self, step: int) -> None:
         """Fold what was accepted in this step into the baselines."""
@@ -205,6 +216,10 @@ class Guard:
             self.breach(judged.sender, judged.flag, step, microbatch)
         if judged.cleared:
             self.clear(judged.cleared, step=step, microbatch=microbatch)
+        for peer in judged.contradicted:
+            self.strike(
+                peer, Reason.CONTRADICTED, step, detail=f"a sibling computed microbatch {microbatch} otherwise"
+            )
 
     def clear(self, peers: tuple[str, ...], *, step: int, microbatch: int) -> None:
         """Take back the strikes that these peers got for a microbatch whose content is to blame."""

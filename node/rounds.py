@@ -26,13 +26,21 @@ class Announcement:
     parameters: bytes
 
 
+def differing(me: str, mine: Announcement, announced: Mapping[str, Announcement]) -> list[str]:
+    """The members that have not announced exactly my members and my attempt."""
+    return [
+        peer
+        for peer in mine.members
+        if peer != me
+        and (
+            peer not in announced or announced[peer].members != mine.members or announced[peer].attempt != mine.attempt
+        )
+    ]
+
+
 def agreed(me: str, mine: Announcement, announced: Mapping[str, Announcement]) -> bool:
     """Whether every member has announced exactly my members and my attempt."""
-    return all(
-        peer == me
-        or (peer in announced and announced[peer].members == mine.members and announced[peer].attempt == mine.attempt)
-        for peer in mine.members
-    )
+    return not differing(me, mine, announced)
 
 
 def settle_members(me: str, live: Sequence[str], announced: Mapping[str, Announcement]) -> Members:
@@ -50,9 +58,10 @@ def settle_members(me: str, live: Sequence[str], announced: Mapping[str, Announc
     return tuple(sorted({me, *friends}))
 
 
-def next_attempt(mine: int, announced: Mapping[str, Announcement], members: Members) -> int:
-    """The attempt to announce: siblings that are further on are followed."""
-    return max([mine, *(announced[peer].attempt for peer in members if peer in announced)])
+def next_attempt(mine: int, announced: Mapping[str, Announcement], members: Members, most: int) -> int:
+    """The attempt to announce: siblings that are further on are followed, up to ``most``."""
+    others = (announced[peer].attempt for peer in members if peer in announced)
+    return max([mine, *(attempt for attempt in others if attempt <= most)])
 
 
 def slice_bounds(length: int, members: int) -> list[tuple[int, int]]:
@@ -93,7 +102,10 @@ def aggregate_digest(aggregate: memoryview, microbatches: int) -> bytes:
     return digest.digest()
 
 
-def majority_digest(digests: Mapping[str, bytes]) -> bytes | None:
-    """The digest that more than half of the members hold, if there is one."""
+def majority_digest(digests: Mapping[str, bytes], of: int | None = None) -> bytes | None:
+    """The digest that more than half of the members hold, if there is one.
+
+    ``of`` is the number of members, where some have not said what they hold.
+    """
     digest, votes = Counter(digests.values()).most_common(1)[0]
-    return digest if 2 * votes > len(digests) else None
+    return digest if 2 * votes > (len(digests) if of is None else of) else None

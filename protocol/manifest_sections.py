@@ -212,7 +212,7 @@ class VerifierSection(Section):
         " only. off: no statistics at all; malformed messages are refused still.",
     )
     warmup_steps: int = Field(
-        default=8,
+        default=16,
         ge=0,
         le=100_000,
         description="Steps during which the fence only learns. Peers are trusted meanwhile, so start"
@@ -231,7 +231,7 @@ class VerifierSection(Section):
         description="The same for activation gradients; lower, since gradients change faster.",
     )
     window: int = Field(
-        default=256,
+        default=128,
         ge=16,
         le=65_536,
         description="Accepted distances remembered, per metric, to set the fence.",

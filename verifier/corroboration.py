@@ -23,6 +23,22 @@ def alike(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).norm() <= LIKENESS * scale)
 
 
+def contradicted(
+    suspect: tuple[Tensor, Tensor | None], accepted: tuple[Tensor, Tensor | None]
+) -> bool:
+    """Whether an accepted tensor shows that a flagged one of the same microbatch was wrong.
+
+    Both are (sketch of the tensor, sketch of what its sender received, None at an end of the pipeline). Replicas
+    that received the same and sent something else cannot both be right, and the flagged one is not the one to believe.
+    """
+    (output, received), (other_output, other_received) = suspect, accepted
+    if (received is None) != (other_received is None):
+        return False
+    if received is not None and other_received is not None and not alike(received, other_received):
+        return False
+    return not alike(output, other_output)
+
+
 def corroborated(sketches: Sequence[tuple[str, Tensor]], *, peer: str, replicas: int) -> tuple[str, ...]:
     """The peers, ``peer`` among them, that sent what it sent, if they are a majority; else nothing.
 

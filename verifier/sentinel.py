@@ -63,7 +63,7 @@ FENCING: Mapping[Direction, Mapping[Reason, Fencing]] = {
         Reason.L1: Fencing(domain=Domain.LOG, spread_floor=0.8),
         Reason.L2: Fencing(domain=Domain.LOG, spread_floor=0.8),
         Reason.SIGN_FLIP: Fencing(domain=Domain.LINEAR, spread_floor=0.15),
-        Reason.WASSERSTEIN: Fencing(domain=Domain.LOG, spread_floor=0.5),
+        Reason.WASSERSTEIN: Fencing(domain=Domain.LOG, spread_floor=0.6),
         Reason.CONTINUITY: Fencing(domain=Domain.LINEAR, spread_floor=0.1),
         Reason.GAIN: Fencing(domain=Domain.LINEAR, spread_floor=0.2, two_sided=True),
     },

@@ -42,6 +42,7 @@ class Reason(StrEnum):
 
     # Conduct: how a peer behaves over time.
     UNFINISHED = "unfinished"
+    CONTRADICTED = "contradicted"
     STALLED = "stalled"
     PROTOCOL = "protocol"
 

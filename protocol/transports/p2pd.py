@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import ipaddress
 import os
 import shutil
 import socket
@@ -17,11 +19,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from protocol.errors import LocalError, PortInUseError
+from protocol.errors import AddressError, LocalError, PortInUseError, SettingsError
+from protocol.invite import parse_multiaddr
 from protocol.transports.deathsignal import die_with_parent
 from protocol.transports.hivemind_parts import P2P, Multiaddr
+
+FOLDER_PREFIX = "sentinel-"
+MAX_FOLDER_BYTES = 60
+"""Of the 107 bytes that the path of a unix socket may have; the names of the sockets take the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +44,29 @@ class DaemonOptions:
     """Multiaddrs under which others reach this node, where they differ from the listening ones."""
     reach: bool = False
     """Whether to use NAT port mapping, AutoNAT and relays; off on a private network."""
+    note_path: str = ""
+    """A file of this node alone, in which the socket folder is noted, so that the next start can remove a folder
+    that was left behind by a process that was killed. None if empty."""
     start_seconds: float = 30.0
+
+
+def check_addresses(host: str, announce: Sequence[str]) -> None:
+    """Check what p2pd would only complain of in its own words.
+
+    Raises:
+        SettingsError: the host is no IP address, or an address to announce cannot be read.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise SettingsError(
+            f"--host: {host!r} is not an IP address; write 0.0.0.0 for every network, or 127.0.0.1 for this machine"
+        ) from None
+    for address in announce:
+        try:
+            parse_multiaddr(address, need_peer=False)
+        except AddressError as error:
+            raise SettingsError(f"--announce: {error}") from None
 
 
 def check_port_free(host: str, port: int) -> int:
@@ -46,15 +76,19 @@ def check_port_free(host: str, port: int) -> int:
 
     Raises:
         PortInUseError: another process listens there.
+        SettingsError: this machine does not have that address, or this user may not use that port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise PortInUseError(
-                f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
-            ) from None
+            problem = f"cannot listen on {host} port {port}: {error.strerror}"
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUseError(f"{problem}; choose another with --port") from None
+            if error.errno == errno.EACCES:
+                raise SettingsError(f"{problem}; choose one above 1023 with --port") from None
+            raise SettingsError(f"{problem}; correct --host") from None
         chosen: int = probe.getsockname()[1]
     return chosen
 
@@ -93,13 +127,16 @@ class Daemon:
 
         Raises:
             PortInUseError: the listening port is taken.
+            SettingsError: an address to listen on or to announce is wrong.
             LocalError: p2pd ended or did not come up in time; holds its last line.
         """
         options = self._options
+        check_addresses(options.host, options.announce)
         port = check_port_free(options.host, options.port)
-        # A socket path may have at most 107 bytes, so the folder is not below the state folder.
-        self._folder = tempfile.mkdtemp(prefix="sentinel-", dir=os.environ.get("XDG_RUNTIME_DIR"))
+        self._remove_left_behind()
+        self._folder = _make_folder()
         try:
+            self._note()
             await self._launch(port)
         except BaseException:
             await self.stop()
@@ -165,14 +202,35 @@ class Daemon:
         """Multiaddrs with the peer id under which this node listens."""
         return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
 
+    def _note(self) -> None:
+        if self._options.note_path:
+            Path(self._options.note_path).write_text(self._folder, encoding="utf-8")
+
+    def _remove_left_behind(self) -> None:
+        """Remove the socket folder of an earlier run that was killed; only the noted one, and only if it is one."""
+        if not self._options.note_path:
+            return
+        note = Path(self._options.note_path)
+        with contextlib.suppress(OSError, ValueError):
+            folder = Path(note.read_text(encoding="utf-8"))
+            mine = folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
+            if mine and folder.is_absolute() and folder.name.startswith(FOLDER_PREFIX):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _remove_folder(self) -> None:
+        if not self._folder:
+            return
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._options.note_path:
+            Path(self._options.note_path).unlink(missing_ok=True)
+
     def kill_now(self) -> None:
         """End p2pd without waiting and remove its folder: for a node that leaves at once."""
         process = self._process
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
 
     async def stop(self) -> None:
         """End p2pd and remove its folder. Safe to call twice."""
@@ -193,5 +251,24 @@ class Daemon:
                 await process.wait()
         if self._reader is not None:
             await asyncio.gather(self._reader, return_exceptions=True)
-        if self._folder:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(self._remove_folder)
+
+
+def _make_folder() -> str:
+    """A private folder (0700) for sockets: in the user's runtime folder, else among the temporary files.
+
+    Not below the state folder, whose path may be too long for a socket.
+
+    Raises:
+        LocalError: neither can be used.
+    """
+    problems: list[str] = []
+    for parent in filter(None, (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir())):
+        if len(os.fsencode(parent)) + len(FOLDER_PREFIX) + 9 > MAX_FOLDER_BYTES:
+            problems.append(f"{parent}: its path is too long for a socket")
+            continue
+        try:
+            return tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent)
+        except OSError as error:  # after `su`, XDG_RUNTIME_DIR is another user's
+            problems.append(f"{parent}: {error.strerror}")
+    raise LocalError(f"no folder for sockets can be made ({'; '.join(problems)}); set TMPDIR to one that you may use")

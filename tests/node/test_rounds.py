@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -66,16 +68,17 @@ def test_with_no_agreement_those_who_count_on_me_stay() -> None:
 
 def test_members_that_are_further_on_are_followed() -> None:
     announced = {"b": says("ab", 3), "x": says("x", 9)}
-    assert next_attempt(1, announced, ("a", "b")) == 3
-    assert next_attempt(4, announced, ("a", "b")) == 4
-    assert next_attempt(0, {}, ("a", "b")) == 0
+    assert next_attempt(1, announced, ("a", "b"), 5) == 3
+    assert next_attempt(4, announced, ("a", "b"), 5) == 4
+    assert next_attempt(0, {}, ("a", "b"), 5) == 0
+    assert next_attempt(1, announced, ("a", "b"), 2) == 1  # no rule leads so far: it must not drag others along
 
 
 @given(st.integers(0, 10_000), st.integers(1, 40))
 def test_slices_tile_the_vector_and_differ_by_one_at_most(length: int, members: int) -> None:
     bounds = slice_bounds(length, members)
     assert len(bounds) == members and bounds[0][0] == 0 and bounds[-1][1] == length
-    assert all(one[1] == two[0] for one, two in zip(bounds[:-1], bounds[1:], strict=True))
+    assert all(one[1] == two[0] for one, two in itertools.pairwise(bounds))
     sizes = [end - start for start, end in bounds]
     assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 0
 
@@ -126,3 +129,5 @@ def test_a_majority_is_more_than_half() -> None:
     assert majority_digest({"a": b"x", "b": b"y"}) is None
     assert majority_digest({"a": b"x", "b": b"y", "c": b"x"}) == b"x"
     assert majority_digest({"a": b"x", "b": b"y", "c": b"x", "d": b"y"}) is None
+    assert majority_digest({"a": b"x", "b": b"x"}, of=4) is None
+    assert majority_digest({"a": b"x", "b": b"x"}, of=3) == b"x"

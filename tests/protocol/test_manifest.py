@@ -25,7 +25,7 @@ from protocol.packing import pack
 
 PEER = Identity(bytes(range(32))).peer_id
 DEFAULT = Manifest(name="attic")
-GOLDEN_SWARM_ID = "afdab60a03cc22490386c9c2b2d9f428e420adfca9ea9a00d67be81d3897c7b7"
+GOLDEN_SWARM_ID = "aabfd8c3a71db44dd7c015515fcadccd39fdf4b8bf4fb7c83c3d685b167e638c"
 
 names = st.text(min_size=1, max_size=64).filter(lambda name: name.isprintable() and name == name.strip())
 

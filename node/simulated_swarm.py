@@ -1,4 +1,4 @@
-"""A whole swarm in one process for tests: real nodes over MemoryTransport."""
+"""A whole swarm in one process: real nodes over MemoryTransport, for tests and measurements."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Member:
 
     @property
     def peer(self) -> str:
+        """Its peer id."""
         return self.node.identity.peer_id
 
     async def outcome(self) -> SentinelError | None:
@@ -59,8 +60,7 @@ class SimulatedSwarm:
         """Start the coordinator."""
         member = self._start("coordinator", manifest=self.manifest)
         async with asyncio.timeout(10):
-            while not member.node.invite_line:
-                await asyncio.sleep(0.01)
+            await member.node.invited.wait()
         self._invite = member.node.invite_line
         return member
 
@@ -88,15 +88,11 @@ class SimulatedSwarm:
         path = self._folder / name
         folder = StateFolder(path).open()
         identity = Identity.load_or_create(folder.identity_path)
-        network = SimulatedNetwork(
-            identity=identity, swarm=self._swarm, fabric=self.fabric, records=self._records
-        )
+        network = SimulatedNetwork(identity=identity, swarm=self._swarm, fabric=self.fabric, records=self._records)
         node = Node(NodeSettings(state_dir=path, http_port=None, **settings), folder, identity, network=network)
         task = asyncio.get_running_loop().create_task(node.run())
         task.add_done_callback(lambda _: folder.close())
-        member = Member(
-            name=name, node=node, task=task, stage=settings.get("stage"), attack=settings.get("drill", "")
-        )
+        member = Member(name=name, node=node, task=task, stage=settings.get("stage"), attack=settings.get("drill", ""))
         self.members.append(member)
         return member
 
