@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import click
 
+from node.version import VERSION
 from protocol.errors import InviteError, ManifestError, SentinelError, UsageError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -79,14 +81,14 @@ def node_options(command: Any) -> Any:
 
 
 @click.group(context_settings=CONTEXT)
-@click.version_option(package_name="sentinel-swarm", prog_name="sentinel", message="%(prog)s %(version)s")
+@click.version_option(VERSION, prog_name="sentinel", message="%(prog)s %(version)s")
 def cli() -> None:
     """Train one language model together with strangers, some of whom cheat.
 
     \b
-    Try it:       sentinel demo
-    Start one:    sentinel init && sentinel coordinate
-    Take part:    sentinel join INVITE
+    Example:  sentinel demo                          see it all on this machine
+              sentinel init && sentinel coordinate   start a swarm
+              sentinel join INVITE                   take part in one
     """
 
 
@@ -125,7 +127,12 @@ def demo(**options: Any) -> None:
     """
     from node.demo import DemoOptions, run_demo
 
+    target = options["json_path"]
+    if target is not None and not target.absolute().parent.is_dir():
+        raise UsageError(f"--json: the folder {target.absolute().parent} does not exist; make it first")
     if options.pop("no_drill"):
+        if options["drills"]:
+            raise UsageError("--drill and --no-drill contradict each other; leave one out")
         options["drills"] = None
     raise SystemExit(run_demo(DemoOptions(**options)))
 
@@ -154,7 +161,10 @@ def init(path: Path, force: bool, **choices: Any) -> None:
     if path.exists() and not force:
         raise UsageError(f"{path} exists already; use --force to overwrite it, or name another file")
     manifest, text = new_manifest(**choices)
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; name another file") from None
     click.echo(f"wrote {path}")
     click.echo(describe(manifest))
     click.echo(f"next: edit it if you like, then run: sentinel coordinate {path}")
@@ -217,23 +227,26 @@ def join(invite: str | None, **options: Any) -> None:
     \b
     Example:  sentinel join sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID
     """
+    from node.drill_names import check_drill_name
     from protocol.invite import parse_invite
 
     if not invite:
         raise InviteError("an invite is needed: sentinel join INVITE, or set SENTINEL_INVITE")
-    _run_node(invite=parse_invite(invite), **options)
+    parsed = parse_invite(invite)
+    if options["drill"]:
+        check_drill_name(options["drill"])
+    _run_node(invite=parsed, **options)
 
 
-def _run_node(**options: Any) -> None:
+def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **options: Any) -> None:
+    from node.settings import NodeSettings
+    from node.state_folder import StateFolder
+
+    settings = NodeSettings(state_dir=StateFolder.resolve(state_dir), **options)
+    # This takes in torch and hivemind, seconds for which a wrong word need not wait.
     from node.run import run_node
 
-    state_dir = options.pop("state_dir")
-    run_node(
-        state_dir=state_dir,
-        log_format=options.pop("log_format"),
-        log_level=options.pop("log_level"),
-        **{name: tuple(value) if name == "announce" else value for name, value in options.items()},
-    )
+    run_node(settings, log_format=log_format, log_level=log_level)
 
 
 @cli.command()
@@ -257,7 +270,11 @@ def status(invite: str | None, as_json: bool, seconds: float) -> None:
 
 @cli.group()
 def identity() -> None:
-    """Show, export or import this machine's node identity."""
+    """Show, export or import this machine's node identity.
+
+    \b
+    Example:  sentinel identity show
+    """
 
 
 def _state_option(command: Any) -> Any:
@@ -326,6 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = cli.main(args=arguments, prog_name="sentinel", standalone_mode=False)
     except click.exceptions.Abort:
         return 130
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return error.exit_code
     except click.ClickException as error:
         print(f"sentinel: {' '.join(error.format_message().split())}", file=sys.stderr)
         return error.exit_code
@@ -334,9 +354,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever reads has enough, as in `sentinel status ... | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        logging.getLogger(__name__).debug("ended by an error of the system", exc_info=True)
+        where = f": {error.filename}" if error.filename else ""
+        print(f"sentinel: {error.strerror or error}{where}", file=sys.stderr)
+        return 1
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else 1
     return result if isinstance(result, int) else 0

@@ -10,20 +10,23 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import random
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from node.boundary import Boundary
-from node.data import open_source
+from node.data import TokenStream, open_source
 from node.device import autocast_dtype, available_memory_bytes, choose_device
+from node.documents import read_documents
 from node.drill import Drill, DrillPlan, parse_drill
 from node.forming import Applicant, Forming
 from node.guard import Guard
-from node.http import HttpServer
+from node.http import HttpServer, finite
 from node.membership import Membership, Timing
 from node.metrics import Metrics
 from node.model import StageModule
@@ -43,11 +46,12 @@ from protocol.errors import (
     DataSourceError,
     EjectedError,
     LocalError,
+    MessageError,
     PreflightError,
     SentinelError,
     SettingsError,
 )
-from protocol.fields import encode
+from protocol.fields import MAX_STEP, encode
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.manifest import Manifest
@@ -60,10 +64,16 @@ from protocol.transports.p2pd import DaemonOptions
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 25.0
+FINISH_SECONDS = 10.0
+"""Of those, for microbatches that are under way when the node is told to leave."""
 FAREWELL_SECONDS = 3.0
 MAX_CLOCK_OFFSET_SECONDS = 3.0
 """hivemind refuses DHT peers whose clock is further away than this."""
 SAMPLE_SECONDS = 2.0
+PROGRESS_SECONDS = 15.0
+"""Between two lines of the log that say how far training is."""
+MAX_POLLED = 64
+"""Nodes that the coordinator asks for their status at a time."""
 
 
 class Node:
@@ -89,7 +99,7 @@ class Node:
         self.started = time.time()
         self.invite_line = ""
         self.invited = asyncio.Event()
-        """Set once a coordinator has its invite."""
+        """Set once this node has an invite to hand out."""
         self.http_address: tuple[str, int] | None = None
         self.membership: Membership | None = None
         self.guard: Guard | None = None
@@ -98,9 +108,15 @@ class Node:
         self.drill: Drill | None = None
         self.finished = False
         self.stage: int | None = None
-        self.swarm_status: dict[str, dict[str, Any]] = {}
+        self.step = 0
+        self.loss: float | None = None
+        """Where the swarm is, as its nodes tell the coordinator."""
+        self.swarm_status: dict[str, PeerReport] = {}
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
+        self._entered = False
+        self._leaving = False
+        self._data: TokenStream | None = None
         self._signals = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._worker: ComputeWorker | None = None
@@ -122,6 +138,7 @@ class Node:
                 port=settings.port,
                 announce=settings.announce,
                 reach=settings.reach,
+                note_path=str(self.folder.path / "sockets"),
             ),
             agent=AGENT,
             observer=self.telemetry,
@@ -176,8 +193,10 @@ class Node:
         self.set_state(NodeState.PREFLIGHT, "starting")
         if self.settings.http_port is not None:
             self.http_address = await self._http.start(self.settings.http_host, self.settings.http_port)
-            self._say(f"metrics and status at http://{self.http_address[0]}:{self.http_address[1]}")
+            host, port = self.http_address
+            self._say(f"metrics and status at http://{f'[{host}]' if ':' in host else host}:{port}")
         await self.network.start()
+        self._entered = True
         self.metrics.p2pd_up.set(1)
         self._spawn(self._sample())
         transport = self.network.transport
@@ -201,38 +220,48 @@ class Node:
         settings = self.settings
         if settings.coordinates:
             assert self.manifest is not None
-            invite = Invite(swarm_id=self.manifest.swarm_id, addresses=self.network.addresses)
-            self.invite_line = str(invite)
-            self.invited.set()
             seeds = self.folder.load_peers()
-            self._begin_membership(self.manifest)
+            membership = self._begin_membership(self.manifest)
             await self.network.join_records(None, [])
             if seeds:
                 self._spawn(self._rejoin(seeds))
         else:
             assert settings.invite is not None
-            seeds = [*settings.invite.addresses, *self.folder.load_peers()]
+            invited, cached = settings.invite.addresses, self.folder.load_peers()
             self.set_state(NodeState.BOOTSTRAPPING, "looking for the swarm")
-            seed = await self.network.contact(seeds, lambda why: self.set_state(NodeState.BOOTSTRAPPING, why))
-            self._check_clock(seed)
-            self.manifest = await self.network.fetch_manifest(seed)
-            self.network.tune(self.manifest)
-            self._check_drill(self.manifest)
-            self._begin_membership(self.manifest)
-            await self.network.join_records(seed, seeds)
-            assert self.membership is not None
-            self.membership.remember_peer(seed)
-            await self.membership.fetch_view(seed)
-        assert self.membership is not None
-        self.membership.start()
-        await self.membership.refresh()
+
+            async def enter(seed: str) -> tuple[str, Manifest]:
+                self._check_clock(seed)
+                manifest = await self.network.fetch_manifest(seed)
+                await self.network.join_records(seed, [*invited, *cached])
+                return seed, manifest
+
+            seed, manifest = await self.network.contact(
+                invited, cached, lambda why: self.set_state(NodeState.BOOTSTRAPPING, why), enter
+            )
+            self.manifest = manifest
+            self.network.tune(manifest)
+            self._check_drill(manifest)
+            membership = self._begin_membership(manifest)
+            membership.remember_peer(seed)
+            try:
+                await membership.fetch_view(seed)
+            except SentinelError as error:
+                log.info("the seed does not tell its view, the DHT will: %s", error)
+        self.invite_line = str(Invite(swarm_id=self.swarm.hex(), addresses=self.network.addresses))
+        self.invited.set()
+        membership.start()
+        await membership.refresh()
 
     async def _rejoin(self, seeds: list[str]) -> None:
         """A coordinator that starts again looks for the swarm that went on without it."""
-        peer = await self.network.contact(seeds, lambda why: log.info("cached peers: %s", why))
-        await self.network.join_records(peer, seeds)
 
-    def _begin_membership(self, manifest: Manifest) -> None:
+        async def enter(seed: str) -> None:
+            await self.network.join_records(seed, seeds)
+
+        await self.network.contact([], seeds, lambda why: log.debug("cached peers: %s", why), enter)
+
+    def _begin_membership(self, manifest: Manifest) -> Membership:
         self.telemetry.set_tokens_per_microbatch(manifest.training.sequences_per_microbatch * manifest.model.context)
         self.membership = Membership(
             identity=self.identity,
@@ -243,6 +272,7 @@ class Node:
             store=self.network.store,
             on_accusation=self._accusation,
         )
+        return self.membership
 
     async def _coordinate(self) -> None:
         """Serve the swarm; watch its nodes for the console and the metrics."""
@@ -250,27 +280,46 @@ class Node:
         self.set_state(NodeState.WAITING, "coordinating")
         self._say(f"invite: {self.invite_line}")
         self._tell_parent()
+        self._spawn(self._tell_progress())
         while True:
             await self._poll_nodes()
+            self.set_state(NodeState.WAITING, self._who_is_there())
             await asyncio.sleep(SAMPLE_SECONDS)
+
+    def _who_is_there(self) -> str:
+        assert self.membership is not None and self.manifest is not None
+        view = self.membership.view
+        counts = [len(view.replicas(stage)) for stage in range(view.num_stages)]
+        held = ", ".join(f"{count} in stage {stage}" for stage, count in enumerate(counts))
+        missing = view.missing(self.manifest.stages.min_replicas) if self.step == 0 else {}
+        lacks = ", ".join(f"{count} for stage {stage}" for stage, count in sorted(missing.items()))
+        return f"coordinating: {held}" + (f"; waiting for volunteers: {lacks}" if lacks else "")
 
     async def _poll_nodes(self) -> None:
         assert self.membership is not None
         transport = self.network.transport
 
-        async def ask(peer: str) -> None:
+        async def ask(peer: str) -> PeerReport:
             try:
-                self.swarm_status[peer] = await fetch_status(transport, peer)
-            except SentinelError as error:
-                self.swarm_status.setdefault(peer, {})["unreachable"] = str(error)
+                return PeerReport.of(await fetch_status(transport, peer))
+            except SentinelError:
+                return PeerReport(answers=False)
 
         live = list(self.membership.view.claims)
-        await asyncio.gather(*map(ask, live[:64]))
-        losses = [entry["loss"] for entry in self.swarm_status.values() if entry.get("loss") is not None]
-        steps = [entry["step"] for entry in self.swarm_status.values() if "step" in entry]
-        if losses and steps:
-            self.metrics.loss.set(sorted(losses)[len(losses) // 2])
-            self.metrics.step.set(max(steps))
+        # Another part of a large swarm each time.
+        asked = live if len(live) <= MAX_POLLED else random.sample(live, MAX_POLLED)
+        answers = zip(asked, await asyncio.gather(*map(ask, asked)), strict=True)
+        known = {peer: report for peer, report in self.swarm_status.items() if peer in self.membership.view.claims}
+        self.swarm_status = {**known, **dict(answers)}
+        # Nodes may lie: the middle of what they say, so that a few change nothing.
+        losses = sorted(report.loss for report in self.swarm_status.values() if report.loss is not None)
+        steps = sorted(report.step for report in self.swarm_status.values() if report.answers)
+        if losses:
+            self.loss = losses[len(losses) // 2]
+            self.metrics.loss.set(self.loss)
+        if steps:
+            self.step = steps[len(steps) // 2]
+            self.metrics.step.set(self.step)
         self.folder.save_peers(self._peer_addresses())
 
     async def _train(self) -> None:
@@ -301,6 +350,7 @@ class Node:
                 drill=self.drill.plan.name if self.drill is not None else "",
                 memory_bytes=available_memory_bytes(device),
                 pinned=self.settings.stage,
+                unfit=await self._unfit(manifest),
             ),
             excluded=self.guard.excluded,
             set_state=self.set_state,
@@ -308,11 +358,48 @@ class Node:
         )
         self.stage = stage = await forming.claim()
         self._say(f"holding stage {stage} of {manifest.num_stages} in swarm {manifest.name!r}")
+        if stage == 0:
+            await self._open_data(manifest)  # now, since the others wait only for claims
         self.stage = stage = await forming.wait_for_start(stage)
         trainer = await self._build_trainer(stage, device)
         membership.forming = False
+        self._spawn(self._tell_progress())
         await trainer.run()
         await self._finish()
+
+    async def _unfit(self, manifest: Manifest) -> dict[int, str]:
+        """Stages that this node cannot hold, and why: the first one, where it cannot read the data.
+
+        Raises:
+            SentinelError: as above, where the volunteer asks for the first stage.
+        """
+        try:
+            if self.settings.stage == 0:
+                await self._open_data(manifest)
+            else:
+                await asyncio.to_thread(lambda: next(read_documents(manifest.data), None))
+        except DataSourceError as error:
+            if self.settings.stage == 0:
+                raise
+            return {0: str(error)}
+        return {}
+
+    async def _open_data(self, manifest: Manifest) -> None:
+        if self._data is not None:
+            return
+        tokenizer = await asyncio.to_thread(load_tokenizer, manifest.data.tokenizer, manifest.data.tokenizer_sha256)
+        self._data = await asyncio.to_thread(
+            open_source,
+            manifest.data,
+            tokenizer,
+            vocab_size=manifest.model.vocab_size,
+            sequences_per_step=manifest.training.sequences_per_step,
+        )
+        if self._data.windows(manifest.model.context) == 0:
+            raise DataSourceError(
+                f"data.source: {manifest.data.source} holds {len(self._data)} tokens, fewer than one sequence of "
+                f"{manifest.model.context + 1}; use more data"
+            )
 
     async def _build_trainer(self, stage: int, device: Any) -> Trainer:
         manifest, membership, guard = self.manifest, self.membership, self.guard
@@ -326,16 +413,8 @@ class Node:
                 autocast_dtype(device, manifest.wire),
             )
         )
-        data = None
         if stage == 0:
-            tokenizer = await asyncio.to_thread(load_tokenizer, manifest.data.tokenizer, manifest.data.tokenizer_sha256)
-            data = await asyncio.to_thread(
-                open_source,
-                manifest.data,
-                tokenizer,
-                vocab_size=manifest.model.vocab_size,
-                sequences_per_step=manifest.training.sequences_per_step,
-            )
+            await self._open_data(manifest)
         boundary = Boundary(
             identity=self.identity,
             manifest=manifest,
@@ -366,7 +445,7 @@ class Node:
             optimizer=StepOptimizer(runner.layout, manifest.training),
             worker=worker,
             telemetry=self.telemetry,
-            data=data,
+            data=self._data if stage == 0 else None,
             set_state=self.set_state,
         )
         self._spawn(self._keep_peers())
@@ -397,13 +476,15 @@ class Node:
 
     async def _leave(self, life: asyncio.Task[None]) -> None:
         """Drain within a time limit; a second signal cuts it short."""
-        ejected = self.state is NodeState.EJECTED
-        if not ejected:
+        if self.state is not NodeState.EJECTED and self._entered:
             self.set_state(NodeState.DRAINING, "leaving")
+        self._leaving = True
         try:
             async with asyncio.timeout(DRAIN_SECONDS):
                 if self.membership is not None:
                     await self.membership.release()
+                if not life.done():
+                    await self._finish_work()
         except TimeoutError:
             log.warning("the claim could not be released in time; it runs out by itself")
         life.cancel()
@@ -421,6 +502,13 @@ class Node:
             await asyncio.to_thread(self._worker.close)
         await self._http.close()
 
+    async def _finish_work(self) -> None:
+        """Let microbatches that are under way here end; no new ones come once the claim is released."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FINISH_SECONDS):
+                while self.telemetry.microbatches_in_flight:  # noqa: ASYNC110 - nothing tells of it
+                    await asyncio.sleep(0.05)
+
     def _signalled(self) -> None:
         self._signals += 1
         if self._signals > 1:
@@ -435,6 +523,7 @@ class Node:
     def _fail(self, error: SentinelError) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
+            self._failure.exception()  # what comes while the node leaves already is nobody's news
 
     def _daemon_died(self, code: int) -> None:
         self.metrics.p2pd_up.set(0)
@@ -525,12 +614,15 @@ class Node:
         return Response(head=encode(Push(records=tuple(records))))
 
     async def _serve_status(self, request: Request) -> Response:
-        return Response(body=(json.dumps(self.status(brief=True)).encode(),))
+        status = finite(self.status(brief=True))
+        return Response(body=(json.dumps(status, allow_nan=False).encode(),))
 
     # reporting -----------------------------------------------------------------------
 
     def set_state(self, state: NodeState, reason: str) -> None:
         """Enter a state, or say anew why the node is in it: the same words in log, status, metrics, claim."""
+        if self._leaving and state is not NodeState.EJECTED:
+            return
         changed = state is not self.state
         if changed or reason != self.reason:
             self.reason = reason
@@ -550,18 +642,20 @@ class Node:
         return build_status(self, brief=brief)
 
     def _ready(self) -> tuple[bool, str]:
-        ready = self.state is NodeState.TRAINING or (self.settings.coordinates and bool(self.invite_line))
+        ready = self.state is NodeState.TRAINING or (self.settings.coordinates and self.state is NodeState.WAITING)
         return ready, f"{self.state.value}: {self.reason}"
 
     def _alive(self) -> tuple[bool, str]:
-        if not self.network.up and self.state is not NodeState.PREFLIGHT:
+        if self._entered and not self.network.up:
             return False, "p2pd is down"
         return True, self.state.value
 
     def _write_summary(self) -> None:
+        if self.trainer is None and not (self.settings.coordinates and self._entered):
+            return  # there is nothing to tell, and the last run's is worth keeping
         summary = self.status()
         with contextlib.suppress(OSError):
-            self.folder.write_json("summary.json", summary)
+            self.folder.write_json("summary.json", finite(summary))
         counters = self.telemetry.counters
         if not self.settings.coordinates:
             self._say(
@@ -590,6 +684,33 @@ class Node:
                         if claim.peer != self.identity.peer_id
                     }
                 )
+
+    async def _tell_progress(self) -> None:
+        """Say now and then how far training is, or what it waits for."""
+        said = ""
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            text = self._progress()
+            if text and text != said:
+                self._say(text)
+                said = text
+
+    def _progress(self) -> str:
+        if self.finished or self.state is NodeState.SYNCING:  # says by itself what it does
+            return ""
+        if self.pipeline is not None and self.pipeline.waiting_reason:
+            return self.pipeline.waiting_reason
+        losses = self.telemetry.losses
+        step = self.trainer.step if self.trainer is not None else self.step
+        loss = losses[-1][1] if losses else self.loss
+        if step == 0:
+            return ""
+        text = f"step {step}" + (f", loss {loss:.3f}" if loss is not None else "")
+        if self.trainer is not None and self.manifest is not None:
+            training = self.manifest.training
+            rate = self.telemetry.steps_per_second() * training.sequences_per_step * self.manifest.model.context
+            text += f", {rate:,.0f} tokens/s in the swarm, {self.telemetry.counters.microbatches} microbatches here"
+        return text
 
     async def _keep_peers(self) -> None:
         """Remember who was there, so that a restart finds the swarm when every seed is gone."""
@@ -623,6 +744,24 @@ async def fetch_status(transport: Any, peer: str) -> dict[str, Any]:
     response = await transport.call(peer, Method.STATUS, Empty(), timeout=3.0, reply_limit=1 << 20)
     try:
         status = json.loads(bytes(response.data))
-    except ValueError:
-        raise DataSourceError("a peer's status is not JSON") from None
+    except (ValueError, RecursionError):
+        raise MessageError("a peer's status is not JSON") from None
     return status if isinstance(status, dict) else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerReport:
+    """What a node told the coordinator of itself. It may lie, so only numbers in their range are kept."""
+
+    answers: bool = True
+    step: int = 0
+    loss: float | None = None
+
+    @classmethod
+    def of(cls, status: Mapping[str, Any]) -> PeerReport:
+        """Of a peer's status, whatever that holds."""
+        step, loss = status.get("step"), status.get("loss")
+        return cls(
+            step=step if type(step) is int and 0 <= step <= MAX_STEP else 0,
+            loss=loss if type(loss) is float and math.isfinite(loss) else None,
+        )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from node.membership import Membership
 from node.placement import choose_stage, should_move
-from protocol.errors import MemoryTooSmallError, SettingsError
+from protocol.errors import DataSourceError, MemoryTooSmallError, SettingsError
 from protocol.manifest import Manifest
 from protocol.records import Claim, NodeState
 
@@ -30,6 +30,8 @@ class Applicant:
     memory_bytes: int
     pinned: int | None
     """The stage that the volunteer chose, if any."""
+    unfit: Mapping[int, str] = field(default_factory=dict)
+    """Stages that this node cannot hold for another reason than its memory: stage -> why."""
 
 
 class Forming:
@@ -54,7 +56,10 @@ class Forming:
         self._rng = rng
 
     def fits(self, stage: int) -> bool:
-        """Whether a stage fits this node's memory."""
+        """Whether this node can hold a stage."""
+        return stage not in self._applicant.unfit and self._fits_memory(stage)
+
+    def _fits_memory(self, stage: int) -> bool:
         return self._manifest.stage_memory_bytes(stage) <= self._applicant.memory_bytes
 
     async def claim(self) -> int:
@@ -62,6 +67,7 @@ class Forming:
 
         Raises:
             MemoryTooSmallError: no stage fits.
+            DataSourceError: the only stages that would fit need data that this node cannot read.
             SettingsError: the pinned stage does not exist.
         """
         self._set_state(NodeState.CLAIMING, "choosing a stage")
@@ -130,11 +136,18 @@ class Forming:
             )
         if pinned is not None and self.fits(pinned):
             return pinned
-        claims = [claim for claim in self._membership.view.claims.values() if claim.peer not in self._excluded()]
+        # An earlier run of this very node may have left a claim behind, and who is leaving holds nothing for long.
+        claims = [
+            claim
+            for claim in self._membership.view.claims.values()
+            if claim.peer not in {*self._excluded(), self._membership.me} and claim.state is not NodeState.DRAINING
+        ]
         stage = None
         if pinned is None:
             stage = choose_stage(claims, num_stages=self._manifest.num_stages, fits=self.fits, rng=self._rng)
         if stage is None:
+            if any(self._fits_memory(unfit) for unfit in self._applicant.unfit):
+                raise DataSourceError(next(iter(self._applicant.unfit.values())))
             smallest = min(map(self._manifest.stage_memory_bytes, range(self._manifest.num_stages)))
             needed = smallest if pinned is None else self._manifest.stage_memory_bytes(pinned)
             raise MemoryTooSmallError(

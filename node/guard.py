@@ -217,9 +217,7 @@ class Guard:
         if judged.cleared:
             self.clear(judged.cleared, step=step, microbatch=microbatch)
         for peer in judged.contradicted:
-            self.strike(
-                peer, Reason.CONTRADICTED, step, detail=f"a sibling computed microbatch {microbatch} otherwise"
-            )
+            self.strike(peer, Reason.CONTRADICTED, step, detail=f"a sibling computed microbatch {microbatch} otherwise")
 
     def clear(self, peers: tuple[str, ...], *, step: int, microbatch: int) -> None:
         """Take back the strikes that these peers got for a microbatch whose content is to blame."""

@@ -36,6 +36,8 @@ from protocol.transports.sessions import DialingTransport
 log = logging.getLogger(__name__)
 
 PUSH_SECONDS = 5.0
+RECORDS_PER_PUSH = 32
+"""Records of 4 KiB that fit the head of one frame with room to spare."""
 POLL_FORMING_SECONDS = 1.0
 POLL_SECONDS = 5.0
 REDIAL_SECONDS = 4.0
@@ -172,12 +174,16 @@ class Membership:
 
     async def push(self, records: Iterable[bytes], peers: Iterable[str]) -> list[str]:
         """Send records to peers directly; return those that took them."""
-        message = Push(records=tuple(records))
+        data = tuple(records)
+        messages = [
+            Push(records=data[start : start + RECORDS_PER_PUSH]) for start in range(0, len(data), RECORDS_PER_PUSH)
+        ]
         targets = [peer for peer in peers if peer != self.me]
 
         async def push_one(peer: str) -> bool:
             try:
-                await self._transport.call(peer, Method.PUSH, message, timeout=PUSH_SECONDS)
+                for message in messages:
+                    await self._transport.call(peer, Method.PUSH, message, timeout=PUSH_SECONDS)
             except SentinelError:
                 return False  # it will read the DHT, or is gone, which its control stream tells
             return True

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from protocol.errors import (
     AddressError,
+    InviteError,
     LocalError,
     ManifestError,
+    PreflightError,
     ProtocolVersionError,
+    RemoteError,
     SentinelError,
     SwarmMismatchError,
     TransportError,
@@ -20,7 +25,7 @@ from protocol.errors import (
 from protocol.identity import Identity
 from protocol.invite import parse_multiaddr
 from protocol.manifest import Manifest
-from protocol.messages import Empty, Method
+from protocol.messages import PROTOCOL_VERSION, Empty, Method
 from protocol.transports.base import Observer, RecordKeeper
 from protocol.transports.dht import RecordStore
 from protocol.transports.p2p import P2PTransport
@@ -29,9 +34,13 @@ from protocol.transports.sessions import DialingTransport, SessionOptions
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+MAX_ADDRESSES = 8
+"""As many as an invite and a claim may hold."""
 MAX_MANIFEST_BYTES = 64 * 1024
 CONTACT_SECONDS = 6.0
-FIRST_PAUSE_SECONDS = 0.5
+FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 15.0
 
 
@@ -89,33 +98,59 @@ class Network(ABC):
             dead_after_seconds=network.dead_after_seconds,
         )
 
-    async def contact(self, addresses: list[str], report: Callable[[str], None]) -> str:
-        """Reach any of the seeds, trying for ever with growing pauses; returns its peer id.
+    async def contact(
+        self,
+        invited: Sequence[str],
+        cached: Sequence[str],
+        report: Callable[[str], None],
+        use: Callable[[str], Awaitable[Result]],
+    ) -> Result:
+        """Reach any of the seeds and use it, trying for ever with growing pauses.
+
+        Args:
+            invited: addresses of the invite. ``cached``: those that this node remembers, perhaps of other swarms.
+            report: told why it takes long.
+            use: what is wanted of the seed, given its peer id. While it fails because that seed cannot be reached,
+                is not ready or gives something else than was asked for, the next one is tried.
 
         Raises:
-            SwarmMismatchError, ProtocolVersionError: a seed answered and is not one of ours; waiting will not help.
+            SwarmMismatchError, ProtocolVersionError, ManifestError, PreflightError: every seed of the invite answered,
+                and none as one of this swarm would; waiting will not help.
+            SentinelError: as ``use`` raises it for a reason that lies with this node.
         """
+        seeds = self._learn([*invited, *cached])
+        wanted = {peer for peer in map(_peer_of, invited) if peer in seeds}
+        if not seeds:
+            raise InviteError("the invite names this node itself; use another --state-dir, or another node's invite")
         pause = FIRST_PAUSE_SECONDS
-        seeds = [address for address in addresses if self._identity.peer_id not in address]
-        for seed in seeds:
-            try:
-                self.transport.learn(parse_multiaddr(seed).peer_id, [seed])
-            except AddressError:
-                continue  # a cached address that this version does not know
-        peers = list(dict.fromkeys(parse_multiaddr(seed).peer_id for seed in seeds))
         while True:
             reasons: list[str] = []
-            for peer in peers:
+            wrong: dict[str, SentinelError] = {}
+            for peer in seeds:
                 try:
                     await self.transport.connect(peer, timeout=CONTACT_SECONDS)
-                    return peer
-                except (SwarmMismatchError, ProtocolVersionError):
-                    raise
-                except SentinelError as error:
-                    reasons.append(str(error))
-            report(f"no seed answers, trying again in {pause:.0f} s: {'; '.join(reasons)[:300]}")
+                    return await use(peer)
+                except (SwarmMismatchError, ProtocolVersionError, ManifestError, PreflightError) as error:
+                    wrong[peer] = _in_our_words(error)
+                    reasons.append(f"{peer[-8:]}: {wrong[peer]}")
+                except (TransportError, RemoteError) as error:
+                    reasons.append(f"{peer[-8:]}: {_brief(error)}")
+            if wanted and wanted <= wrong.keys():
+                raise next(error for peer, error in wrong.items() if peer in wanted)
+            report(f"no seed answers yet, trying for ever, next in {pause:.0f} s: {'; '.join(reasons)[:300]}")
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _learn(self, addresses: Sequence[str]) -> list[str]:
+        """Tell the transport where the seeds are; returns their peer ids, in order, without this node's own."""
+        known: dict[str, list[str]] = {}
+        for address in addresses:
+            peer = _peer_of(address)
+            if peer not in ("", self._identity.peer_id):
+                known.setdefault(peer, []).append(address)
+        for peer, places in known.items():
+            self.transport.learn(peer, list(dict.fromkeys(places)))
+        return list(known)
 
     async def fetch_manifest(self, peer: str) -> Manifest:
         """Get the swarm's manifest from any peer; its hash is the swarm's id, so nobody is trusted.
@@ -180,7 +215,7 @@ class P2PNetwork(Network):
             observer=self._observer,
         )
         await self._transport.start()
-        self.addresses = tuple(await self._daemon.addresses())[:8]
+        self.addresses = _dialable(await self._daemon.addresses())
 
     async def join_records(self, peer: str | None, addresses: list[str]) -> None:
         mine = [address for address in addresses if peer is not None and parse_multiaddr(address).peer_id == peer]
@@ -191,7 +226,7 @@ class P2PNetwork(Network):
             except TransportError as error:
                 if attempt == 2:
                     raise
-                log.warning("%s; trying again", error)
+                log.info("%s; trying again", error)
                 await asyncio.sleep(1.0)
 
     async def close(self) -> None:
@@ -202,3 +237,48 @@ class P2PNetwork(Network):
 
     def kill_now(self) -> None:
         self._daemon.kill_now()
+
+
+def _peer_of(address: str) -> str:
+    """The peer id of an address; empty if this version cannot read it (a cached one may be of another)."""
+    try:
+        return parse_multiaddr(address).peer_id
+    except AddressError:
+        return ""
+
+
+def _dialable(addresses: Sequence[str]) -> tuple[str, ...]:
+    """The addresses that others can use (no relays), those of this machine alone last.
+
+    Raises:
+        LocalError: there are none.
+    """
+    found: list[tuple[bool, str]] = []
+    for address in addresses:
+        try:
+            parsed = parse_multiaddr(address)
+        except AddressError:
+            continue
+        local = parsed.host_protocol.startswith("ip") and ipaddress.ip_address(parsed.host).is_loopback
+        found.append((local, parsed.text))
+    if not found:
+        raise LocalError("p2pd names no address under which others could reach this node; give one with --announce")
+    return tuple(dict.fromkeys(text for _, text in sorted(found, key=lambda entry: entry[0])))[:MAX_ADDRESSES]
+
+
+def _in_our_words(error: SentinelError) -> SentinelError:
+    """The refusals that end the start of a node: what the seed wrote is told from its side, and is free text."""
+    if isinstance(error, SwarmMismatchError):
+        return SwarmMismatchError("the seed belongs to another swarm than the invite names; ask for a new invite")
+    if isinstance(error, ProtocolVersionError):
+        return ProtocolVersionError(
+            f"the swarm speaks another protocol version than this software (version {PROTOCOL_VERSION}); "
+            f"upgrade the older of the two; the seed says: {error}"
+        )
+    return error
+
+
+def _brief(error: SentinelError) -> str:
+    """An error of a dial in few words: the transport's own list every address that was tried."""
+    text = str(error)
+    return "nobody answers at its addresses" if "failed to dial" in text else text[:120]

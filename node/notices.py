@@ -17,7 +17,8 @@ from protocol.transports.sessions import Transport
 
 log = logging.getLogger(__name__)
 
-MAX_CLEARED_HOPS = 16
+MAX_CLEARED_HOPS = 8
+"""Eight hops with the largest sketch fill half of what the head of a frame may hold."""
 
 
 class Notices:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
-from typing import Any
 
 import uvloop
 
 from node.daemon import Node
-from node.device import limit_threads
+from node.device import choose_device, limit_threads
 from node.log import configure_logging
 from node.settings import NodeSettings
 from node.state_folder import StateFolder
 from protocol.identity import Identity
 
 
-def run_node(*, state_dir: Path | None, log_format: str, log_level: str, **options: Any) -> None:
+def run_node(settings: NodeSettings, *, log_format: str, log_level: str) -> None:
     """Run a node until it is done or leaves.
 
     Raises:
@@ -24,11 +22,11 @@ def run_node(*, state_dir: Path | None, log_format: str, log_level: str, **optio
     """
     configure_logging(log_format, log_level)
     raise_file_limit()
-    limit_threads(options.get("threads", 0))
-    path = StateFolder.resolve(state_dir)
-    with StateFolder(path) as folder:
+    limit_threads(settings.threads)
+    if not settings.coordinates:
+        choose_device(settings.device)  # a wrong word is told before anything else is done
+    with StateFolder(settings.state_dir) as folder:
         identity = Identity.load_or_create(folder.identity_path)
-        settings = NodeSettings(state_dir=path, **options)
 
         async def main() -> None:
             node = Node(settings, folder, identity)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.invite import Invite
+from protocol.errors import AddressError, SettingsError
+from protocol.invite import Invite, parse_multiaddr
 from protocol.manifest import Manifest
+from protocol.records import MAX_LABEL_CHARS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """One node's own settings. A node has either an invite or, as coordinator, the manifest itself."""
+    """One node's own settings. A node has either an invite or, as coordinator, the manifest itself.
+
+    Raises:
+        SettingsError: an address or the label is wrong; tells the option. Ports and devices are known only later.
+    """
 
     state_dir: Path
     invite: Invite | None = None
@@ -41,6 +48,22 @@ class NodeSettings:
 
     ready_fd: int | None = None
     """A file descriptor of the parent: one JSON line goes there when this node can be reached, then it is closed."""
+
+    def __post_init__(self) -> None:
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            raise SettingsError(
+                f"--host: {self.host!r} is not an IP address; write 0.0.0.0 for every network, or 127.0.0.1 for this"
+                " machine alone"
+            ) from None
+        for address in self.announce:
+            try:
+                parse_multiaddr(address, need_peer=False)
+            except AddressError as error:
+                raise SettingsError(f"--announce: {error}") from None
+        if len(self.label) > MAX_LABEL_CHARS or not self.label.isprintable():
+            raise SettingsError(f"--label: write at most {MAX_LABEL_CHARS} printable characters")
 
     @property
     def coordinates(self) -> bool:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 BRIEF_EVENTS = 20
 BRIEF_LOSSES = 50
+BRIEF_REPLICAS = 256
+"""Everything that a node knows of the others is in its view, which can be asked for too."""
 
 
 def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
@@ -37,10 +39,10 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         "reason": _reason(node),
         "stage": claim.stage if claim is not None else node.stage,
         "stages": manifest.num_stages if manifest is not None else None,
-        "step": trainer.step if trainer is not None else 0,
+        "step": trainer.step if trainer is not None else node.step,
         "steps": manifest.training.steps if manifest is not None else 0,
         "finished": node.finished,
-        "loss": losses[-1][1] if losses else None,
+        "loss": losses[-1][1] if losses else node.loss,
         "losses": losses[-BRIEF_LOSSES:] if brief else losses,
         "steps_per_second": steps_per_second,
         "tokens_per_second": steps_per_second * tokens_per_step,
@@ -58,7 +60,7 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         "bytes_in": counters.bytes_in,
         "bytes_out": counters.bytes_out,
         "drill": _drill(node),
-        "replicas": _replicas(node),
+        "replicas": _replicas(node)[: BRIEF_REPLICAS if brief else None],
         "events": telemetry.event_dicts(BRIEF_EVENTS if brief else 300),
         "http": list(node.http_address) if node.http_address is not None else None,
     }
@@ -116,5 +118,5 @@ def _replica(node: Node, claim: Claim) -> dict[str, Any]:
         replica["standing"] = asdict(standing)
     if claim.peer in node.swarm_status:
         answer = node.swarm_status[claim.peer]
-        replica["answers"] = "unreachable" not in answer
+        replica["answers"] = answer.answers
     return replica

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from protocol.errors import SwarmMismatchError
+from protocol.fields import MAX_STEP
 from protocol.invite import Invite
 from protocol.light import LightSession, run_light
-from protocol.records import Accusation, Claim
+from protocol.records import MAX_STAGE, Accusation, Claim
 
 
 def look(invite: Invite, *, seconds: float) -> dict[str, Any]:
@@ -18,7 +21,12 @@ def look(invite: Invite, *, seconds: float) -> dict[str, Any]:
     swarm = bytes.fromhex(invite.swarm_id)
 
     async def ask(session: LightSession) -> dict[str, Any]:
-        await session.hello(swarm)
+        try:
+            await session.hello(swarm)
+        except SwarmMismatchError:
+            raise SwarmMismatchError(
+                "the node at this address belongs to another swarm than the invite names; ask for a new invite"
+            ) from None
         status = await session.status()
         records = await session.records(swarm)
         return {
@@ -37,6 +45,7 @@ def _claim(claim: Claim) -> dict[str, Any]:
         "label": claim.label,
         "state": claim.state.value,
         "step": claim.step,
+        "addresses": list(claim.addresses),
         "digest": claim.digest.hex(),
         "drill": claim.drill,
     }
@@ -54,21 +63,26 @@ def _accusation(accusation: Accusation) -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The status as text. Everything that peers chose is printable and short by the records' rules."""
+    """The status as text.
+
+    What claims hold is signed by their writers, and printable and short by the records' rules. The seed's own status
+    is whatever that node likes to send, so each part is checked here.
+    """
     seed = found["seed"]
     claims = sorted(found["claims"], key=lambda claim: (claim["stage"], claim["peer"]))
-    stages = seed.get("stages") or 0
+    stages = max(_whole(seed.get("stages"), MAX_STAGE + 1), max((claim["stage"] + 1 for claim in claims), default=0))
     step = max((claim["step"] for claim in claims), default=0)
     loss = seed.get("loss")
+    steps = _whole(seed.get("steps"), MAX_STEP)
     lines = [
-        f"swarm {_plain(seed.get('name'))!s} ({_plain(seed.get('swarm'))[:12]}), step {step}"
-        + (f" of {seed['steps']}" if seed.get("steps") else "")
-        + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
+        f"swarm {_plain(seed.get('name'))} ({_plain(seed.get('swarm'))[:12]}), step {step}"
+        + (f" of {steps}" if steps else "")
+        + (f", loss {loss:.3f}" if isinstance(loss, float) and math.isfinite(loss) else "")
     ]
-    for stage in range(int(stages)):
+    accused = {entry["accused"] for entry in found["accusations"]}
+    for stage in range(stages):
         here = [claim for claim in claims if claim["stage"] == stage]
         lines.append(f"stage {stage}: {len(here)} replica{'s' if len(here) != 1 else ''}")
-        accused = {entry["accused"] for entry in found["accusations"]}
         for claim in here:
             label = f" {claim['label']}" if claim["label"] else ""
             drill = f"  DRILL {claim['drill']}" if claim["drill"] else ""
@@ -81,9 +95,15 @@ def render(found: dict[str, Any]) -> str:
             f"accused: {entry['accused'][-8:]} of stage {entry['accused_stage']} by {entry['accuser'][-8:]} "
             f"at step {entry['step']}: {entry['reason']}"
         )
+    if reason := _plain(seed.get("reason"), 200):
+        lines.append(f"asked {_plain(seed.get('peer'))[-8:]}, which is {_plain(seed.get('state'))}: {reason}")
     return "\n".join(lines)
 
 
-def _plain(value: object) -> str:
+def _plain(value: object, most: int = 64) -> str:
     text = value if isinstance(value, str) else ""
-    return "".join(char for char in text if char.isprintable())[:64]
+    return "".join(char for char in text[: 4 * most] if char.isprintable())[:most]
+
+
+def _whole(value: object, most: int) -> int:
+    return value if type(value) is int and 0 <= value <= most else 0

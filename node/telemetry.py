@@ -62,6 +62,7 @@ class Telemetry(Observer):
         self.losses: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
         self.digests: deque[tuple[int, str]] = deque(maxlen=MAX_DIGESTS)
         self.clock_offsets: dict[str, float] = {}
+        self.microbatches_in_flight = 0
         self._tokens_per_microbatch = tokens_per_microbatch
         self._step_ended: deque[tuple[float, int]] = deque(maxlen=32)
 
@@ -106,6 +107,7 @@ class Telemetry(Observer):
 
     def in_flight(self, change: int) -> None:
         """A microbatch entered (+1) or left (-1) this node."""
+        self.microbatches_in_flight += change
         self.metrics.in_flight.inc(change)
 
     def completed(self, step: int, microbatch: int) -> None:

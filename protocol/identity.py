@@ -187,7 +187,7 @@ def _read_key_file(path: Path) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise IdentityError(
-            f"no key file at {path}; run `sentinel identity` to make one, or name another --state-dir"
+            f"no key file at {path}; `sentinel join` and `coordinate` make one, or name another --state-dir"
         ) from None
     except OSError as error:
         raise IdentityError(

@@ -6,6 +6,7 @@ also the second, independent implementation of the transport that tests drive no
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -112,7 +113,7 @@ class LightSession:
         frame = await self.request(Method.STATUS)
         try:
             status = json.loads(bytes(frame.body))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise MessageError("the node's status is not JSON") from None
         if not isinstance(status, dict):
             raise MessageError("the node's status is not an object")
@@ -142,7 +143,8 @@ def run_light(
     seconds: float,
     protocol: str = CONTROL_PROTOCOL,
 ) -> Result:
-    """Dial the addresses all at once, run ``use`` on the first stream that opens, and return its result.
+    """Dial the addresses all at once, run ``use`` on the streams in the order in which they open until it succeeds
+    on one, and return its result.
 
     Args:
         seconds: for everything, dial included.
@@ -150,6 +152,7 @@ def run_light(
     Raises:
         PeerUnreachableError: no address answered.
         CallTimeoutError: it took too long.
+        SentinelError: as ``use`` raised it for the first that answered, when it succeeded for none.
     """
     for name in ("libp2p", "libp2p.host", "multiaddr", "trio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -171,41 +174,54 @@ async def _with_first(
     noise = NoiseTransport(key_pair, noise_privkey=create_noise_key().private_key)
     # The library's default also offers plaintext; noise alone is spoken here.
     host = new_host(key_pair=key_pair, sec_opt={NOISE_ID: noise}, muxer_preference="YAMUX")
-    opened: list[Any] = []
     failures: list[str] = []
 
-    async def dial(address: str, scope: trio.CancelScope) -> None:
+    async def dial(address: str, opened: trio.MemorySendChannel[Any]) -> None:
         try:
             info = info_from_p2p_addr(multiaddr.Multiaddr(address))
             await host.connect(info)
             stream = await host.new_stream(info.peer_id, [protocol])  # type: ignore[list-item]
         except Exception as error:  # the library raises many unrelated types
-            failures.append(_short(error))
-            return
-        opened.append(stream)
-        scope.cancel()
+            failures.append(f"nothing at {address.partition('/p2p/')[0]}" if _refused(error) else _short(error))
+        else:
+            with contextlib.suppress(trio.BrokenResourceError):  # nobody waits for it any more
+                await opened.send(stream)
+        finally:
+            opened.close()
 
     # An error that leaves the host's own nurseries comes out as a group; so it is carried out by hand.
     outcome: list[Result] = []
-    failure: SentinelError | None = None
-    async with host.run(listen_addrs=[]):
-        async with trio.open_nursery() as nursery:
-            for address in addresses:
-                nursery.start_soon(dial, address, nursery.cancel_scope)
-        if opened:
+    refusals: list[SentinelError] = []
+    async with host.run(listen_addrs=[]), trio.open_nursery() as nursery:
+        sending, streams = trio.open_memory_channel[Any](len(addresses))
+        for address in addresses:
+            nursery.start_soon(dial, address, sending.clone())
+        sending.close()
+        async for stream in streams:
             try:
-                outcome.append(await use(LightSession(opened[0])))
+                outcome.append(await use(LightSession(stream)))
             except SentinelError as error:
-                failure = error
+                refusals.append(error)
             except (OSError, StreamError) as error:
-                failure = PeerUnreachableError(f"the node closed the stream: {_short(error)}")
+                refusals.append(PeerUnreachableError(f"the node closed the stream: {_short(error)}"))
             with trio.move_on_after(CLOSE_SECONDS):
-                await opened[0].close()
-    if failure is not None:
-        raise failure
-    if not outcome:
-        raise PeerUnreachableError(f"no seed can be reached: {'; '.join(failures)[:300] or 'no address answers'}")
-    return outcome[0]
+                await stream.close()
+            if outcome:
+                break
+        nursery.cancel_scope.cancel()
+    if outcome:
+        return outcome[0]
+    if refusals:
+        raise refusals[0]
+    raise PeerUnreachableError(
+        f"no node of the invite answers ({'; '.join(dict.fromkeys(failures))[:200]}); is one of them running? "
+        "The invite of any other node of the swarm will do"
+    )
+
+
+def _refused(error: BaseException) -> bool:
+    """Whether the library's error says only that the dial failed."""
+    return "unable to connect" in str(error)
 
 
 def _short(error: BaseException) -> str:

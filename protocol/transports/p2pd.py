@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import os
 import shutil
 import socket
@@ -22,13 +21,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import AddressError, LocalError, PortInUseError, SettingsError
-from protocol.invite import parse_multiaddr
+from protocol.errors import LocalError, PortInUseError, SettingsError
 from protocol.transports.deathsignal import die_with_parent
 from protocol.transports.hivemind_parts import P2P, Multiaddr
 
 FOLDER_PREFIX = "sentinel-"
-MAX_FOLDER_BYTES = 60
+MAX_FOLDER_BYTES = 79
 """Of the 107 bytes that the path of a unix socket may have; the names of the sockets take the rest."""
 
 
@@ -48,25 +46,6 @@ class DaemonOptions:
     """A file of this node alone, in which the socket folder is noted, so that the next start can remove a folder
     that was left behind by a process that was killed. None if empty."""
     start_seconds: float = 30.0
-
-
-def check_addresses(host: str, announce: Sequence[str]) -> None:
-    """Check what p2pd would only complain of in its own words.
-
-    Raises:
-        SettingsError: the host is no IP address, or an address to announce cannot be read.
-    """
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        raise SettingsError(
-            f"--host: {host!r} is not an IP address; write 0.0.0.0 for every network, or 127.0.0.1 for this machine"
-        ) from None
-    for address in announce:
-        try:
-            parse_multiaddr(address, need_peer=False)
-        except AddressError as error:
-            raise SettingsError(f"--announce: {error}") from None
 
 
 def check_port_free(host: str, port: int) -> int:
@@ -127,11 +106,10 @@ class Daemon:
 
         Raises:
             PortInUseError: the listening port is taken.
-            SettingsError: an address to listen on or to announce is wrong.
+            SettingsError: this machine cannot listen on that address.
             LocalError: p2pd ended or did not come up in time; holds its last line.
         """
         options = self._options
-        check_addresses(options.host, options.announce)
         port = check_port_free(options.host, options.port)
         self._remove_left_behind()
         self._folder = _make_folder()

@@ -484,7 +484,7 @@ async def test_a_member_that_is_too_far_behind_does_not_go_on_alone(stage: Stage
 
 
 @pytest.mark.parametrize("order", ["abx", "axb", "xab", "bxa"])
-@pytest.mark.parametrize("odd", [bytes(32), NEW])
+@pytest.mark.parametrize("odd", [bytes(32), NEW], ids=["smaller", "larger"])
 async def test_a_member_with_other_parameters_is_left_out(stage: Stage, order: str, odd: bytes) -> None:
     members = {name: stage.sibling(name) for name in "abx"}
     sums = dict(zip("abx", gradients(3), strict=True))

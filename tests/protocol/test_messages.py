@@ -72,6 +72,7 @@ EXAMPLES: list[Any] = [
         input_hop=b"earlier",
     ),
     messages.Trained(loss=5.5, dtype="fp32", shape=(2, 2), hop=b"h", input_hop=None, receipt=S64, parameters=D32),
+    messages.Cleared(step=3, microbatch=7, hops=(b"one", b"two")),
     messages.End(step=3, loss=1.5, microbatches=8),
     messages.ShareDone(
         step=3,
