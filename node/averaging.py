@@ -22,6 +22,7 @@ from node.rounds import (
     aggregate_digest,
     agreed,
     differing,
+    joinable,
     majority_digest,
     next_attempt,
     reduce_slice,
@@ -81,6 +82,8 @@ class Committed:
     microbatches: int
     present: int = 0
     """The step that the sibling was in that gave this aggregate; 0 where it was made here."""
+    fetched: bool = False
+    """Whether a sibling gave it, after this node missed a phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,7 @@ class Averager:
         notify: Callable[[], None],
         on_stalled: Callable[[str], None],
         hop_seconds: float,
+        on_failed_round: Callable[[], None] = lambda: None,
     ) -> None:
         """``siblings(step)`` lists live siblings, without this node, that take part in a step;
         ``is_sibling`` tells whether a peer holds a claim on this stage at all."""
@@ -124,6 +128,7 @@ class Averager:
         self._gatherings: dict[RoundKey, Gathering] = {}
         self._log: OrderedDict[int, Committed] = OrderedDict()
         self._step = -1
+        self._on_failed_round = on_failed_round
         self.rounds_failed = 0
         body_limit = 4 * (parameters + 1)
         transport.serve(Method.ROUND_JOIN, Route(handler=self._serve_join, admits=is_sibling))
@@ -175,6 +180,7 @@ class Averager:
             if committed is not None:
                 return committed
             self.rounds_failed += 1
+            self._on_failed_round()
             attempt += 1
         raise LocalError(f"the siblings could not agree on step {step} in {MAX_ATTEMPTS} attempts; restart the node")
 
@@ -214,6 +220,8 @@ class Averager:
             if not in_time and settle_after > 4 * self._hop_seconds:
                 # Silent, stuck in an earlier attempt, or telling everybody something else: go on without them.
                 odd = differing(self._me, mine, announced)
+                kept = joinable(self._me, mine, announced, odd) or ()
+                odd = [peer for peer in odd if peer not in kept]
                 for peer in odd:
                     self._on_stalled(peer)
                 dropped.update(odd)
@@ -393,7 +401,12 @@ class Averager:
                 last = str(error)
                 continue
             return Committed(
-                step=step, mean=mean, digest=digest, microbatches=answer.microbatches, present=answer.present
+                step=step,
+                mean=mean,
+                digest=digest,
+                microbatches=answer.microbatches,
+                present=answer.present,
+                fetched=True,
             )
         raise LocalError(f"the aggregate of step {step} could not be fetched from a sibling: {last}")
 

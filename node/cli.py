@@ -241,12 +241,15 @@ def join(invite: str | None, **options: Any) -> None:
 def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **options: Any) -> None:
     from node.settings import NodeSettings
     from node.state_folder import StateFolder
+    from protocol.identity import Identity
 
     settings = NodeSettings(state_dir=StateFolder.resolve(state_dir), **options)
-    # This takes in torch and hivemind, seconds for which a wrong word need not wait.
-    from node.run import run_node
+    with StateFolder(settings.state_dir) as folder:
+        identity = Identity.load_or_create(folder.identity_path)
+        # This takes in torch and hivemind: seconds, for which no mistake above need wait.
+        from node.run import run_node
 
-    run_node(settings, log_format=log_format, log_level=log_level)
+        run_node(settings, folder, identity, log_format=log_format, log_level=log_level)
 
 
 @cli.command()
@@ -259,12 +262,14 @@ def status(invite: str | None, as_json: bool, seconds: float) -> None:
     \b
     Example:  sentinel status sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID
     """
-    from node.swarm_status import look, render
     from protocol.invite import parse_invite
 
     if not invite:
         raise InviteError("an invite is needed: sentinel status INVITE, or set SENTINEL_INVITE")
-    found = look(parse_invite(invite), seconds=seconds)
+    parsed = parse_invite(invite)
+    from node.swarm_status import look, render
+
+    found = look(parsed, seconds=seconds)
     click.echo(json.dumps(found, indent=2) if as_json else render(found))
 
 

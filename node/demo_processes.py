@@ -63,7 +63,7 @@ async def start_child(
 
     The child says that it is ready by one JSON line on a pipe.
     """
-    folder.mkdir(parents=True, mode=0o700)
+    folder.mkdir(parents=True, mode=0o700, exist_ok=True)
     reading, writing = os.pipe()
     try:
         with open(folder / "log.txt", "wb") as log:

@@ -58,6 +58,27 @@ def settle_members(me: str, live: Sequence[str], announced: Mapping[str, Announc
     return tuple(sorted({me, *friends}))
 
 
+def joinable(me: str, mine: Announcement, announced: Mapping[str, Announcement], odd: Sequence[str]) -> Members | None:
+    """A smaller set that this node can join instead of dropping those who announced it, if there is one.
+
+    Whoever drops a stuck member a moment earlier announces the rest, and differs from everybody for that moment.
+    The set must have this node in it and everybody who agrees with this node, so that nobody can be talked out
+    of the round; each of its members must have announced it or still agree; the largest one counts.
+    """
+    agreeing = {peer for peer in mine.members if peer not in odd}
+    found = []
+    for peer in odd:
+        offered = announced[peer].members if peer in announced else ()
+        inside = agreeing | {me} <= set(offered) < set(mine.members)
+        backed = all(
+            other in agreeing or other == me or (other in announced and announced[other].members == offered)
+            for other in offered
+        )
+        if inside and backed and announced[peer].attempt >= mine.attempt:
+            found.append(offered)
+    return min(found, key=lambda members: (-len(members), members), default=None)
+
+
 def next_attempt(mine: int, announced: Mapping[str, Announcement], members: Members, most: int) -> int:
     """The attempt to announce: siblings that are further on are followed, up to ``most``."""
     others = (announced[peer].attempt for peer in members if peer in announced)

@@ -1,4 +1,4 @@
-"""Runs one node in this process: state folder, identity, logging, event loop."""
+"""Runs one node in this process: logging, limits, event loop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from node.state_folder import StateFolder
 from protocol.identity import Identity
 
 
-def run_node(settings: NodeSettings, *, log_format: str, log_level: str) -> None:
-    """Run a node until it is done or leaves.
+def run_node(
+    settings: NodeSettings, folder: StateFolder, identity: Identity, *, log_format: str, log_level: str
+) -> None:
+    """Run a node until it is done or leaves. ``folder`` is open, and stays so.
 
     Raises:
         SentinelError: why it ended, where that was not wanted.
@@ -25,15 +27,13 @@ def run_node(settings: NodeSettings, *, log_format: str, log_level: str) -> None
     limit_threads(settings.threads)
     if not settings.coordinates:
         choose_device(settings.device)  # a wrong word is told before anything else is done
-    with StateFolder(settings.state_dir) as folder:
-        identity = Identity.load_or_create(folder.identity_path)
 
-        async def main() -> None:
-            node = Node(settings, folder, identity)
-            node.handle_signals()
-            await node.run()
+    async def main() -> None:
+        node = Node(settings, folder, identity)
+        node.handle_signals()
+        await node.run()
 
-        uvloop.run(main())
+    uvloop.run(main())
 
 
 def raise_file_limit() -> None:

@@ -15,7 +15,7 @@ from node.simulation import SimulatedNetwork
 from node.state_folder import StateFolder
 from protocol.errors import SentinelError
 from protocol.identity import Identity
-from protocol.invite import parse_invite
+from protocol.invite import Invite, parse_invite
 from protocol.manifest import Manifest
 from protocol.transports.memory import MemoryNetwork, MemoryRecords
 
@@ -64,11 +64,13 @@ class SimulatedSwarm:
         self._invite = member.node.invite_line
         return member
 
-    def join(self, name: str, *, stage: int | None = None, attack: str = "", **settings: Any) -> Member:
-        """Start a node."""
+    def join(
+        self, name: str, *, stage: int | None = None, attack: str = "", invite: Invite | None = None, **settings: Any
+    ) -> Member:
+        """Start a node. ``invite``: another one than the coordinator's."""
         return self._start(
             name,
-            invite=parse_invite(self._invite),
+            invite=invite if invite is not None else parse_invite(self._invite),
             stage=stage,
             drill=attack,
             label=name,
@@ -88,8 +90,11 @@ class SimulatedSwarm:
         path = self._folder / name
         folder = StateFolder(path).open()
         identity = Identity.load_or_create(folder.identity_path)
-        network = SimulatedNetwork(identity=identity, swarm=self._swarm, fabric=self.fabric, records=self._records)
+        invite: Invite | None = settings.get("invite")
+        swarm = self._swarm if invite is None else bytes.fromhex(invite.swarm_id)
+        network = SimulatedNetwork(identity=identity, swarm=swarm, fabric=self.fabric, records=self._records)
         node = Node(NodeSettings(state_dir=path, http_port=None, **settings), folder, identity, network=network)
+        network.observer = node.telemetry
         task = asyncio.get_running_loop().create_task(node.run())
         task.add_done_callback(lambda _: folder.close())
         member = Member(name=name, node=node, task=task, stage=settings.get("stage"), attack=settings.get("drill", ""))

@@ -19,12 +19,12 @@ class SimulatedNetwork(Network):
         swarm: bytes,
         fabric: MemoryNetwork,
         records: MemoryRecords,
-        observer: Observer | None = None,
     ) -> None:
         super().__init__(identity=identity, swarm=swarm)
         self._fabric = fabric
         self._records = records
-        self._observer = observer
+        self.observer: Observer | None = None
+        """Who hears of bytes, errors and clocks; set it before the start."""
         self._transport: MemoryTransport | None = None
 
     @property
@@ -49,7 +49,7 @@ class SimulatedNetwork(Network):
             self._fabric,
             self._identity.peer_id,
             options=SessionOptions(swarm=self._swarm, agent="simulation"),
-            observer=self._observer,
+            observer=self.observer,
         )
         # An address that nobody dials, but that claims and invites may carry.
         self.addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{self._identity.peer_id}",)

@@ -144,6 +144,20 @@ class Telemetry(Observer):
         """An aggregate was applied, with this digest of the parameters as the result."""
         self.digests.append((step, digest.hex()))
 
+    def averaged(self, outcome: str, seconds: float) -> None:
+        """A step's averaging ended with an aggregate, so this node's parameters were its siblings'."""
+        self.metrics.averaging_done(outcome, seconds)
+        self.metrics.parameter_agreement.set(1)
+
+    def round_failed(self) -> None:
+        """One attempt at averaging came to nothing."""
+        self.metrics.averaging_rounds.labels(outcome="failed").inc()
+
+    def out_of_sync(self, step: int, why: str) -> None:
+        """This node's parameters are not its siblings'."""
+        self.metrics.parameter_agreement.set(0)
+        self.event("out_of_sync", step, text=why)
+
     def steps_per_second(self) -> float:
         """Over the last steps; 0 when there are too few."""
         if len(self._step_ended) < 2:

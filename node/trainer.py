@@ -96,6 +96,7 @@ class Trainer:
             notify=membership.notify,
             on_stalled=self._stalled,
             hop_seconds=manifest.network.hop_timeout_seconds,
+            on_failed_round=telemetry.round_failed,
         )
         self.state_server = StateServer(transport, freeze=self._freeze, is_sibling=self._is_sibling)
         if stage == 0:
@@ -116,7 +117,7 @@ class Trainer:
             try:
                 await self._train_step()
             except OutOfSyncError as error:
-                self._telemetry.event("out_of_sync", self.step, text=str(error))
+                self._telemetry.out_of_sync(self.step, str(error))
                 await self._synchronise()
 
     async def close(self) -> None:
@@ -143,10 +144,12 @@ class Trainer:
         if self._stage < self._manifest.num_stages - 1:
             self._spawn_end(number, loss, microbatches)
         gradient, count = await self._worker.run(Priority.BACKWARD, self._runner.take_gradient)
+        averaging = time.monotonic()
         with self._telemetry.phase("average"):
             committed = await self.averager.run(
                 Contribution(step=number, gradient=gradient, microbatches=count, parameters=self.parameters)
             )
+        self._telemetry.averaged("refetched" if committed.fetched else "committed", time.monotonic() - averaging)
         await self._apply(committed)
         self._guard.end_step(number)
         self._telemetry.step_done(number, loss, time.monotonic() - started)

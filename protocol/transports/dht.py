@@ -7,6 +7,8 @@ on store and on read.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +16,15 @@ from typing import Any
 from protocol.errors import RecordError, TransportError
 from protocol.records import Record, parse_record, record_key, record_subkey
 from protocol.transports.base import RecordKeeper
-from protocol.transports.hivemind_parts import DHTID, DHTNode, DHTRecord, MSGPackSerializer, RecordValidatorBase
+from protocol.transports.hivemind_parts import (
+    DHTID,
+    DHTNode,
+    DHTRecord,
+    MSGPackSerializer,
+    Multiaddr,
+    PeerID,
+    RecordValidatorBase,
+)
 
 WAIT_SECONDS = 2.0
 """How long a DHT peer may take to answer; a frozen one costs this once, then it is avoided."""
@@ -42,25 +52,41 @@ class RecordStore(RecordKeeper):
     async def start(self, p2p: Any, initial_peers: Sequence[str] = ()) -> None:
         """Join the DHT through peers to which p2pd is connected already (multiaddrs with peer id).
 
+        May be called again, with other peers, if it failed, or to join the DHT that they belong to as well.
+
         Raises:
             TransportError: none of them answered as a DHT peer.
         """
         try:
-            self._node = await DHTNode.create(
-                p2p=p2p,
-                initial_peers=list(initial_peers) or None,
-                record_validator=self._validator,
-                wait_timeout=WAIT_SECONDS,
-                # Claims change every few seconds, so a cached one is worth little, and cached reads
-                # would hide a released claim.
-                cache_locally=False,
-                cache_nearest=0,
-                cache_on_store=False,
-                strict=False,
-            )
+            if self._node is None:
+                # Without peers: a creation that fails leaves its handlers behind, and none could follow it.
+                self._node = await DHTNode.create(
+                    p2p=p2p,
+                    record_validator=self._validator,
+                    wait_timeout=WAIT_SECONDS,
+                    # Claims change every few seconds, so a cached one is worth little, and cached reads
+                    # would hide a released claim.
+                    cache_locally=False,
+                    cache_nearest=0,
+                    cache_on_store=False,
+                )
+            if initial_peers:
+                await self._meet({PeerID.from_base58(Multiaddr(address)["p2p"]) for address in initial_peers})
+        except TransportError:
+            raise
         except Exception as error:  # hivemind raises bare Exceptions here
             text = " ".join(str(error).split())[:200]
             raise TransportError(f"the DHT could not be joined: {text}") from None
+
+    async def _meet(self, peers: set[Any]) -> None:
+        """Get known to the peers, and through them to this node's neighbours in the DHT."""
+        node = self._node
+        pings = (node.protocol.call_ping(peer, validate=True, strict=False) for peer in peers)
+        if all(answer is None for answer in await asyncio.gather(*pings)):
+            raise TransportError("the DHT could not be joined: no peer answered")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WAIT_SECONDS):
+                await node.find_nearest_nodes([node.node_id])
 
     async def stop(self) -> None:
         """Leave the DHT."""

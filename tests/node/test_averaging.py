@@ -29,7 +29,7 @@ from protocol.transports.memory import MemoryNetwork, MemoryTransport
 from protocol.transports.sessions import SessionOptions
 
 LENGTH = 101
-HOP_SECONDS = 0.4
+HOP_SECONDS = 0.6
 PATIENCE = 30.0
 OLD, NEW = b"\x01" * 32, b"\x02" * 32
 """Digests of parameters; OLD is the smaller one."""

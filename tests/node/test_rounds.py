@@ -13,6 +13,7 @@ from node.rounds import (
     Announcement,
     aggregate_digest,
     agreed,
+    joinable,
     majority_digest,
     next_attempt,
     reduce_slice,
@@ -131,3 +132,26 @@ def test_a_majority_is_more_than_half() -> None:
     assert majority_digest({"a": b"x", "b": b"y", "c": b"x", "d": b"y"}) is None
     assert majority_digest({"a": b"x", "b": b"x"}, of=4) is None
     assert majority_digest({"a": b"x", "b": b"x"}, of=3) == b"x"
+
+
+def said(members: str, attempt: int = 1) -> Announcement:
+    return Announcement(members=tuple(members), attempt=attempt, microbatches=1, parameters=b"")
+
+
+def test_a_sibling_that_dropped_a_stuck_one_first_is_followed_and_not_dropped() -> None:
+    announced = {"b": said("ab"), "c": said("abc", attempt=0)}
+    assert joinable("a", said("abc"), announced, ["b", "c"]) == ("a", "b")
+
+
+def test_nobody_is_talked_out_of_a_round_in_which_somebody_agrees_with_it() -> None:
+    announced = {"b": said("abc"), "c": said("ac")}
+    assert joinable("a", said("abc"), announced, ["c"]) is None
+
+
+@pytest.mark.parametrize(
+    "announced",
+    [{"b": said("bc"), "c": said("bc")}, {"b": said("abd")}, {"b": said("ab", attempt=0)}, {"b": said("abc")}, {}],
+    ids=["without me", "with a stranger", "of an earlier attempt", "not smaller", "silent"],
+)
+def test_only_a_smaller_present_set_with_this_node_can_be_joined(announced: dict[str, Announcement]) -> None:
+    assert joinable("a", said("abc"), announced, ["b", "c"]) is None

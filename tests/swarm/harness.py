@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,18 @@ from node.demo_processes import Child, start_child, stop_children
 from protocol.manifest import Manifest
 from protocol.manifest_template import render
 
+ROOT = Path(__file__).parents[2]
 LOOPBACK = ["--host", "127.0.0.1", "--no-reach"]
+HEAVY = 99
+LIGHT_COMMAND = f"""
+import sys
+from node.cli import main
+code = main(sys.argv[1:])
+heavy = {{"torch", "hivemind", "node.daemon"}} & set(sys.modules)
+if heavy:
+    sys.stderr.write(", ".join(heavy))
+sys.exit({HEAVY} if heavy else code)
+"""
 
 
 class Swarm:
@@ -27,10 +40,14 @@ class Swarm:
         self.children: list[Child] = []
         self.invite = ""
 
-    async def coordinate(self, name: str = "coordinator") -> Child:
-        """Start the coordinator and learn the invite."""
-        path = self.folder / "swarm.toml"
-        path.write_text(render(self.manifest), encoding="utf-8")
+    async def coordinate(self, name: str = "coordinator", *, path: Path | None = None) -> Child:
+        """Start the coordinator and learn the invite. ``path``: a manifest's file, else this swarm's is written.
+
+        A name that was used before starts again with that node's state folder.
+        """
+        if path is None:
+            path = self.folder / "swarm.toml"
+            path.write_text(render(self.manifest), encoding="utf-8")
         child = await self._start(name, ["coordinate", str(path), *LOOPBACK])
         self.invite = str(child.ready["invite"])
         return child
@@ -59,6 +76,12 @@ class Swarm:
         self.children.append(child)
         assert child.ready, f"{name} did not start: {child.last_words()}"
         return child
+
+    async def get(self, child: Child, path: str) -> tuple[int, str]:
+        """The HTTP status and the text of a node's page."""
+        host, port = child.ready["http"]
+        async with aiohttp.ClientSession() as session, session.get(f"http://{host}:{port}{path}") as response:
+            return response.status, await response.text()
 
     async def status(self, child: Child) -> dict[str, Any]:
         """What a node says at /status; empty if it does not answer."""
@@ -100,6 +123,30 @@ class Swarm:
             stuck = {child.name: child.last_words() for child in children if child.running}
             raise AssertionError(f"still running after {seconds:.0f} s: {stuck}") from None
         return [child.summary() for child in children]
+
+
+async def sentinel(*arguments: str, program: Path | None = None) -> tuple[int, str, str]:
+    """Run ``sentinel ARGUMENTS``, or another program, as a process; returns exit code, stdout and stderr.
+
+    Fails if the command took in torch or hivemind: what is run here has to do without.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *(["-c", LIGHT_COMMAND] if program is None else [str(program)]),
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        async with asyncio.timeout(120):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise
+    assert process.returncode != HEAVY, f"sentinel {arguments[0]} imports {errors.decode()}"
+    return process.returncode or 0, output.decode(), errors.decode()
 
 
 @contextlib.asynccontextmanager
