@@ -62,7 +62,7 @@ def drill_manifest(steps: int, replicas: int) -> Manifest:
     )
 
 
-def run_drill(attack: str, *, stage: int = 1, replicas: int = 3, steps: int = 40, from_step: int = 16) -> DrillResult:
+def run_drill(attack: str, *, stage: int = 1, replicas: int = 3, steps: int = 40, from_step: int = 20) -> DrillResult:
     """Train a swarm of three stages in which one replica of ``stage`` plays ``attack`` ("" for nobody)."""
     with tempfile.TemporaryDirectory(prefix="sentinel-drill-") as folder:
         return asyncio.run(_run(Path(folder), attack, stage, replicas, steps, from_step))

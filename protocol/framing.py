@@ -35,6 +35,14 @@ MAX_HEAD_BYTES = 256 * 1024
 MAX_BODY_BYTES = 1 << 30
 """No tensor of a stage boundary and no part of an averaging round is larger than 1 GiB."""
 
+MAX_DISCARDED_BYTES = 256 << 20
+"""A body that nobody will read is passed over up to this size, so that its request can be refused politely."""
+
+DISCARD = -1
+"""The answer of a body limit that means: pass the body over, and deliver the frame without it."""
+
+DISCARD_CHUNK_BYTES = 64 * 1024
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -58,6 +66,8 @@ class Frame:
     kind: FrameKind
     head: Mapping[str, Any]
     body: Buffer = b""
+    discarded: bool = False
+    """Whether the body was passed over instead of received."""
 
     @property
     def size(self) -> int:
@@ -66,7 +76,7 @@ class Frame:
 
 
 BodyLimit = Callable[[FrameKind, Mapping[str, Any]], int]
-"""How many body bytes a frame with this head may announce; called before allocation."""
+"""How many body bytes a frame with this head may announce, or DISCARD; called before allocation."""
 
 
 def encode_head(kind: FrameKind, head: Mapping[str, Any], body_bytes: int) -> bytes:
@@ -119,11 +129,12 @@ class FrameReader:
         self._preamble = bytearray(PREAMBLE.size)
         self._target = memoryview(self._preamble)
         self._filled = 0
-        self._stage = 0  # 0 preamble, 1 head, 2 body
+        self._stage = 0  # 0 preamble, 1 head, 2 body, 3 body that is passed over
         self._kind = FrameKind.HELLO
         self._head: Mapping[str, Any] = {}
         self._body_bytes = 0
         self._body = bytearray()
+        self._left = 0  # of a body that is passed over
 
     @property
     def mid_frame(self) -> bool:
@@ -147,6 +158,8 @@ class FrameReader:
             return self._after_preamble()
         if self._stage == 1:
             return self._after_head()
+        if self._stage == 3:
+            return self._pass_over()
         return self._finish(self._body)
 
     def feed(self, data: Buffer) -> list[Frame]:
@@ -191,14 +204,26 @@ class FrameReader:
         if self._body_bytes == 0:
             return self._finish(bytearray())
         limit = self._body_limit(self._kind, self._head)
+        if limit == DISCARD and self._body_bytes <= MAX_DISCARDED_BYTES:
+            self._left = self._body_bytes
+            self._expect(3, bytearray(min(self._left, DISCARD_CHUNK_BYTES)))
+            return None
         if self._body_bytes > limit:
-            raise FrameError(f"a frame announces a body of {self._body_bytes} bytes where {limit} are allowed")
+            allowed = max(limit, 0)
+            raise FrameError(f"a frame announces a body of {self._body_bytes} bytes where {allowed} are allowed")
         self._body = bytearray(self._body_bytes)
         self._expect(2, self._body)
         return None
 
-    def _finish(self, body: bytearray) -> Frame:
-        frame = Frame(kind=self._kind, head=self._head, body=body)
+    def _pass_over(self) -> Frame | None:
+        self._left -= len(self._target)
+        if self._left:
+            self._expect(3, bytearray(min(self._left, DISCARD_CHUNK_BYTES)))
+            return None
+        return self._finish(bytearray(), discarded=True)
+
+    def _finish(self, body: bytearray, *, discarded: bool = False) -> Frame:
+        frame = Frame(kind=self._kind, head=self._head, body=body, discarded=discarded)
         self._body, self._head = bytearray(), {}
         self._expect(0, self._preamble)
         return frame

@@ -26,7 +26,7 @@ from protocol.errors import (
     SentinelError,
     SwarmMismatchError,
 )
-from protocol.framing import Buffer, Frame, FrameKind
+from protocol.framing import DISCARD, Buffer, Frame, FrameKind
 from protocol.messages import (
     PROTOCOL_VERSION,
     STREAM_OF,
@@ -38,6 +38,8 @@ from protocol.messages import (
 )
 from protocol.refusals import remote_error
 from protocol.transports.base import Link, Observer, Request, Response, Route
+
+METHODS = frozenset(method.value for method in Method)
 
 MAX_SERVED_AT_ONCE = 64
 """Requests of one stream that are being answered; the next ones wait in the sender."""
@@ -332,9 +334,13 @@ class ServerSession:
         if kind is not FrameKind.REQUEST or not self._greeted:
             return 0
         method = head.get("method")
-        route: Route | None = self._routes.get(method) if isinstance(method, str) else None  # type: ignore[call-overload]
-        if route is None or not route.admits(self.link.peer):
+        if not isinstance(method, str) or method not in METHODS:
             return 0
+        route = self._routes.get(Method(method))
+        if route is None or not route.admits(self.link.peer):
+            # Refused below, by a reply: the sender may have been quicker than the news of its claim, or this
+            # node slower to get ready, and cutting the stream would cost both their other requests.
+            return DISCARD
         return route.body_limit
 
     def _on_frame(self, frame: Frame) -> None:
@@ -371,7 +377,7 @@ class ServerSession:
         if route is None or STREAM_OF[Method(head.method)] is not self.stream:
             self._send_error(head.id, "method", f"this node does not answer {head.method} on this stream")
             return
-        if not route.admits(self.link.peer):
+        if frame.discarded or not route.admits(self.link.peer):
             self._send_error(head.id, "not_admitted", f"{head.method} needs a claim that this node knows")
             return
         request = Request(peer=self.link.peer, method=Method(head.method), head=frame.head, body=frame.body)

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 
 from protocol.errors import FrameError
 from protocol.framing import (
+    DISCARD,
+    DISCARD_CHUNK_BYTES,
     FRAMING_VERSION,
     MAGIC,
     MAX_BODY_BYTES,
+    MAX_DISCARDED_BYTES,
     MAX_HEAD_BYTES,
     PREAMBLE,
     Frame,
@@ -215,3 +218,22 @@ def test_a_writer_refuses_what_no_reader_takes() -> None:
 
 def test_decoding_a_head_keeps_bytes_and_text_apart() -> None:
     assert decode_head(msgpack.packb({"a": b"x", "b": "x"})) == {"a": b"x", "b": "x"}
+
+
+@given(size=st.integers(1, 3 * DISCARD_CHUNK_BYTES), cut=st.integers(1, DISCARD_CHUNK_BYTES + 7))
+def test_a_body_that_nobody_wants_is_passed_over_and_the_next_frame_is_read(size: int, cut: int) -> None:
+    reader = FrameReader(lambda kind, head: DISCARD if head["id"] == 1 else 8)
+    unwanted = encode_head(FrameKind.REQUEST, {"id": 1}, size) + bytes(size)
+    wanted = encode_head(FrameKind.REQUEST, {"id": 2}, 8) + b"12345678"
+    stream = unwanted + wanted
+    frames = [frame for start in range(0, len(stream), cut) for frame in reader.feed(stream[start : start + cut])]
+    assert [(frame.head["id"], bytes(frame.body), frame.discarded) for frame in frames] == [
+        (1, b"", True),
+        (2, b"12345678", False),
+    ]
+
+
+def test_even_a_body_to_be_passed_over_has_a_limit() -> None:
+    reader = FrameReader(lambda kind, head: DISCARD)
+    with pytest.raises(FrameError):
+        reader.feed(encode_head(FrameKind.REQUEST, {"id": 1}, MAX_DISCARDED_BYTES + 1))

@@ -317,7 +317,7 @@ async def test_a_method_that_is_not_served_is_refused(peers: Peers) -> None:
     assert caught.value.kind == "method"
 
 
-async def test_a_peer_that_is_not_admitted_is_refused_and_sends_no_body(peers: Peers) -> None:
+async def test_a_peer_that_is_not_admitted_is_refused_with_its_body_unread_and_can_ask_again(peers: Peers) -> None:
     one, two = await peers.pair()
     seen: list[Request] = []
 
@@ -329,9 +329,13 @@ async def test_a_peer_that_is_not_admitted_is_refused_and_sends_no_body(peers: P
     with pytest.raises(RefusedError) as caught:
         await ask(one, two, Method.PART)
     assert caught.value.kind == "not_admitted"
-    with pytest.raises((FrameError, PeerGoneError)):
-        await ask(one, two, Method.PART, b"body")
+    with pytest.raises(RefusedError) as caught:
+        await ask(one, two, Method.PART, bytes(200_000))
+    assert caught.value.kind == "not_admitted"
     assert seen == []
+    serve(two, Method.PART, handler)
+    await ask(one, two, Method.PART, b"body")
+    assert [bytes(request.body) for request in seen] == [b"body"]
 
 
 async def test_a_peer_of_another_swarm_is_told_apart(peers: Peers) -> None:

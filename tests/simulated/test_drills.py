@@ -30,7 +30,7 @@ def test_honest_nodes_alone_train_every_step_and_accuse_nobody() -> None:
 )
 def test_an_attack_on_activations_is_ejected_and_costs_no_loss(attack: Attack) -> None:
     result = run_drill(str(attack))
-    assert result.first_attack_step == 16
+    assert result.first_attack_step == 20
     assert result.ejected_step is not None, result
     assert result.exit_code == 3
     assert (result.lost, result.honest_ejected, result.honest_quarantined) == (0, 0, 0)
