@@ -148,5 +148,8 @@ def _news(children: list[Child], shown: set[tuple[Any, ...]]) -> list[str]:
             shown.add(key)
             who = names.get(event["peer"], event["peer"][-8:])
             by = "" if event["kind"] in ("ejected", "accusation") else f" by {child.name}"
-            lines.append(f"step {event['step']}: {who} {event['kind']}{by}: {event['text']}")
+            text = event["text"]
+            for peer, name in names.items():
+                text = text.replace(peer[-8:], name)
+            lines.append(f"step {event['step']}: {who} {event['kind']}{by}: {text}")
     return lines

@@ -23,9 +23,7 @@ def alike(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).norm() <= LIKENESS * scale)
 
 
-def contradicted(
-    suspect: tuple[Tensor, Tensor | None], accepted: tuple[Tensor, Tensor | None]
-) -> bool:
+def contradicted(suspect: tuple[Tensor, Tensor | None], accepted: tuple[Tensor, Tensor | None]) -> bool:
     """Whether an accepted tensor shows that a flagged one of the same microbatch was wrong.
 
     Both are (sketch of the tensor, sketch of what its sender received, None at an end of the pipeline). Replicas
