@@ -64,7 +64,7 @@ from protocol.transports.p2pd import DaemonOptions
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 25.0
-FINISH_SECONDS = 10.0
+FINISH_SECONDS = 5.0
 """Of those, for microbatches that are under way when the node is told to leave."""
 FAREWELL_SECONDS = 3.0
 MAX_CLOCK_OFFSET_SECONDS = 3.0
@@ -503,11 +503,18 @@ class Node:
         await self._http.close()
 
     async def _finish_work(self) -> None:
-        """Let microbatches that are under way here end; no new ones come once the claim is released."""
+        """Let microbatches that others wait for end here; no new ones come once the claim is released.
+
+        Those of the first stage are begun anew by its siblings, and those that wait for a stage without replicas
+        do not end.
+        """
+        pipeline = self.pipeline
+        if pipeline is None or self.stage == 0:
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINISH_SECONDS):
-                while self.telemetry.microbatches_in_flight:  # noqa: ASYNC110 - nothing tells of it
-                    await asyncio.sleep(0.05)
+                while self.telemetry.microbatches_in_flight and not pipeline.waiting_reason:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)  # nothing tells of it, and it is over in moments
 
     def _signalled(self) -> None:
         self._signals += 1

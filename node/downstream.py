@@ -66,7 +66,7 @@ class Downstream:
         passing: set[str] = set()
         dealt = False
         deadline = time.monotonic() + self._call_seconds()
-        for attempt in range(MAX_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             live = [peer for peer in self._peers(step.number) if peer not in refused]
             candidates = [peer for peer in step.dealer.order(live) if peer not in passing]
             if not candidates:
@@ -80,6 +80,7 @@ class Downstream:
                 step.dealer.deal(peer)
                 dealt = True
             try:
+                attempt = step.next_attempt(work.microbatch)
                 returned = await self._call_downstream(step, work, outgoing, peer, attempt)
             except RemoteError as error:
                 if error.kind in FORGIVABLE:

@@ -15,6 +15,10 @@ from protocol.records import Claim, NodeState
 
 SETTLE_SECONDS = 2.5
 """How long the set of claims must have been unchanged before step 0 begins."""
+STUCK_SECONDS = 5.0
+"""How long it must have been unchanged, with stages lacking replicas, before nodes move out of turn."""
+STUCK_CHANCE = 0.25
+"""With which a node then does so at each look, so that rarely two do at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +112,11 @@ class Forming:
         while True:
             if self._begun():
                 return stage
-            if self._applicant.pinned is None:
-                moved = self._better_stage()
+            started = view.begun_step(without={self._membership.me}) is not None
+            # Once the first nodes train, those that still wait are no measure of how the swarm is spread.
+            if self._applicant.pinned is None and not started:
+                stuck = time.monotonic() - changed > STUCK_SECONDS
+                moved = self._spare_stage(stage) if stuck else self._better_stage()
                 if moved is not None:
                     stage = moved
                     self._membership.update_claim(urgent=True, stage=stage)
@@ -118,7 +125,6 @@ class Forming:
             if claims != known:
                 known, changed = claims, time.monotonic()
             missing = view.missing(self._manifest.stages.min_replicas, without=self._excluded())
-            started = view.begun_step(without={self._membership.me}) is not None
             if not missing and (started or time.monotonic() - changed > SETTLE_SECONDS):
                 return stage
             if missing:
@@ -169,6 +175,19 @@ class Forming:
             num_stages=self._manifest.num_stages,
             fits=self.fits,
         )
+
+    def _spare_stage(self, mine: int) -> int | None:
+        """A stage that lacks replicas and that this node can hold, where its own stage can do without it.
+
+        The even spread is computed as if every node could hold every stage. Where it names one that cannot, nobody
+        moves, so after a while others do, at random.
+        """
+        least = self._manifest.stages.min_replicas
+        view, excluded = self._membership.view, self._excluded()
+        lacking = [stage for stage in view.missing(least, without=excluded) if self.fits(stage)]
+        if not lacking or len(view.roster(mine, 0, without=excluded)) <= least or self._rng.random() > STUCK_CHANCE:
+            return None
+        return self._rng.choice(lacking)
 
     def _begun(self) -> bool:
         return bool(self._membership.view.begun_step(without={self._membership.me}))

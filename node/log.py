@@ -35,6 +35,14 @@ _STANDARD_FIELDS: Final = frozenset(
 )
 
 
+LEVEL_WORDS = (
+    (logging.CRITICAL, "critical"),
+    (logging.ERROR, "error"),
+    (logging.WARNING, "warning"),
+    (logging.INFO, "info"),
+)
+
+
 def configure_logging(
     log_format: str = "text", level: str = "info", *, stream: TextIO | None = None
 ) -> logging.Handler:
@@ -83,13 +91,18 @@ def single_line(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
+def level_word(level: int) -> str:
+    """The level in our words: libraries rename levels for the whole process (hivemind makes it "WARN")."""
+    return next((word for limit, word in LEVEL_WORDS if level >= limit), "debug")
+
+
 class TextFormatter(logging.Formatter):
     """``12:03:04 [training] step 12 loss 3.41``; from "warning" on the level stands before the text."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line; a traceback, where there is one, follows it indented."""
         tag, text = split_tag(record)
-        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        level = f"{level_word(record.levelno)}: " if record.levelno >= logging.WARNING else ""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         line = f"{clock} [{tag}] {level}{text}"
         if repeats := getattr(record, "repeats", 0):
@@ -107,7 +120,7 @@ class JsonFormatter(logging.Formatter):
         tag, text = split_tag(record)
         entry: dict[str, object] = {
             "time": round(record.created, 3),
-            "level": record.levelname.lower(),
+            "level": level_word(record.levelno),
             "tag": tag,
             "logger": record.name,
             "message": text,

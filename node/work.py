@@ -32,8 +32,16 @@ class Step:
     serving: int = 0
     closed: bool = False
     seen: set[tuple[str, int, int]] = field(default_factory=set)
-    trained: set[int] = field(default_factory=set)
+    attempts: dict[int, int] = field(default_factory=dict)
+    """Microbatch -> calls made for it so far, over all its arrivals here."""
     losses: dict[int, float] = field(default_factory=dict)
+
+    def next_attempt(self, microbatch: int) -> int:
+        """The number of the next call for a microbatch. A node may see one again after its caller had to
+        start anew, and must not then look as if it repeated itself."""
+        attempt = self.attempts.get(microbatch, 0)
+        self.attempts[microbatch] = attempt + 1
+        return attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

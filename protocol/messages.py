@@ -134,7 +134,8 @@ class Train:
 
     step: int = _step()  # type: ignore[assignment]
     microbatch: int = integer(0, MAX_MICROBATCHES)
-    attempt: int = integer(0, 64)
+    attempt: int = integer(0, MAX_MICROBATCHES)
+    """Counts what its sender has sent of this microbatch in this step, so that a repetition shows."""
     origin: str = _peer()  # type: ignore[assignment]
     origin_signature: bytes = binary(64)
     tokens_bytes: int = integer(1, 1 << 24)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from node.log import MAX_REMEMBERED, RepeatFilter, configure_logging
+from node.log import MAX_REMEMBERED, RepeatFilter, TextFormatter, configure_logging
 
 
 class FakeClock:
@@ -153,3 +153,12 @@ def test_the_filter_forgets_rather_than_grows() -> None:
     for number in range(MAX_REMEMBERED + 10):
         repeat.filter(record(f"warning {number}"))
     assert len(repeat._seen) == MAX_REMEMBERED
+
+
+def test_a_library_that_renames_levels_does_not_rename_ours() -> None:
+    logging.addLevelName(logging.WARNING, "WARN")
+    try:
+        record = logging.LogRecord("node.x", logging.WARNING, "x", 1, "careful", None, None)
+        assert TextFormatter().format(record).endswith("[x] warning: careful")
+    finally:
+        logging.addLevelName(logging.WARNING, "WARNING")

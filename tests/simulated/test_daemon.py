@@ -29,6 +29,7 @@ from protocol.errors import (
 )
 from protocol.identity import Identity
 from protocol.invite import Invite, parse_invite
+from protocol.manifest import Manifest
 from protocol.messages import Method
 from protocol.records import Claim, NodeState
 from protocol.transports.base import Request, Response, Route
@@ -219,8 +220,7 @@ async def test_a_node_without_the_data_holds_another_stage(tmp_path: Path) -> No
     async with simulated(tmp_path, small_manifest(data={"source": f"file:{tmp_path}/none.txt"})) as swarm:
         await swarm.coordinate()
         nodes = [swarm.join(f"node{number}") for number in range(3)]
-        await until(lambda: all(node.node.state is NodeState.WAITING for node in nodes))
-        assert {node.node.stage for node in nodes} == {1, 2}
+        await until(lambda: {build_status(node.node)["stage"] for node in nodes} == {1, 2})
         await until(lambda: nodes[0].node.reason.endswith("waiting for more volunteers: 1 for stage 0"))
 
 
@@ -245,16 +245,38 @@ async def test_twelve_nodes_that_start_at_once_spread_evenly_over_four_stages(tm
     assert len(losses) == 1  # one swarm, not several
 
 
+async def test_a_stage_that_the_one_to_move_cannot_hold_is_taken_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.forming.STUCK_SECONDS", 0.5)
+
+    async def unfit(manifest: Manifest) -> dict[int, str]:
+        return {0: "data.source: not here"}
+
+    async with simulated(tmp_path, small_manifest(training={"steps": 1})) as swarm:
+        await swarm.coordinate()
+        nodes = [swarm.join(f"node{number}") for number in range(4)]
+        monkeypatch.setattr("node.forming.choose_stage", lambda claims, **_: 1 + len(claims) % 2)
+        for node in nodes[:3]:
+            node.node._unfit = unfit  # type: ignore[method-assign]
+        outcomes = await asyncio.gather(*map(outcome, nodes))
+    assert outcomes == [None] * 4
+    assert [node.node.stage for node in nodes].count(0) == 1 and nodes[3].node.stage == 0
+
+
 async def test_a_node_that_comes_back_does_not_count_what_it_left_behind(tmp_path: Path) -> None:
     async with simulated(tmp_path, small_manifest()) as swarm:
         await swarm.coordinate()
-        nodes = [swarm.join(f"node{number}", stage=number) for number in (0, 2)]
+        for stage in (0, 2):
+            swarm.join(f"node{stage}", stage=stage)
         gone = swarm.join("gone")
-        await until(lambda: gone.node.stage == 1 and all(node.node.membership is not None for node in nodes))
+        await until(lambda: gone.node.state is NodeState.TRAINING)
+        assert gone.node.stage == 1
         gone.node.stop()
         assert await outcome(gone) is None
         again = swarm.join("gone")
-        await until(lambda: again.node.state in (NodeState.WAITING, NodeState.TRAINING) or again.task.done())
+        assert again.peer == gone.peer
+        await until(lambda: again.node.stage is not None)
         assert again.node.stage == 1
 
 
