@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from protocol.errors import SwarmMismatchError
+from protocol.errors import ProtocolVersionError, SwarmMismatchError
 from protocol.fields import MAX_STEP
 from protocol.invite import Invite
-from protocol.light import LightSession, run_light
-from protocol.records import MAX_STAGE, Accusation, Claim
+from protocol.messages import PROTOCOL_VERSION
+from protocol.records import MAX_STAGE, Accusation, Claim, Record
+
+if TYPE_CHECKING:
+    from protocol.light import LightSession
 
 
 def look(invite: Invite, *, seconds: float) -> dict[str, Any]:
@@ -18,6 +22,8 @@ def look(invite: Invite, *, seconds: float) -> dict[str, Any]:
     Raises:
         SentinelError: nobody answers, or it is another swarm.
     """
+    from protocol.light import run_light  # libp2p, which only this needs
+
     swarm = bytes.fromhex(invite.swarm_id)
 
     async def ask(session: LightSession) -> dict[str, Any]:
@@ -27,15 +33,24 @@ def look(invite: Invite, *, seconds: float) -> dict[str, Any]:
             raise SwarmMismatchError(
                 "the node at this address belongs to another swarm than the invite names; ask for a new invite"
             ) from None
-        status = await session.status()
-        records = await session.records(swarm)
-        return {
-            "seed": status,
-            "claims": [_claim(record) for record in records if isinstance(record, Claim)],
-            "accusations": [_accusation(record) for record in records if isinstance(record, Accusation)],
-        }
+        except ProtocolVersionError as error:
+            raise ProtocolVersionError(
+                f"the swarm speaks another protocol version than this software (version {PROTOCOL_VERSION}); upgrade "
+                f"the older of the two; the node says: {error}"
+            ) from None
+        return picture(await session.status(), await session.records(swarm))
 
     return run_light(ask, invite.addresses, seconds=seconds)
+
+
+def picture(status: dict[str, Any], records: Iterable[Record]) -> dict[str, Any]:
+    """What ``--json`` prints: the status of the node that was asked, and the records that it knows."""
+    known = list(records)
+    return {
+        "seed": status,
+        "claims": [_claim(record) for record in known if isinstance(record, Claim)],
+        "accusations": [_accusation(record) for record in known if isinstance(record, Accusation)],
+    }
 
 
 def _claim(claim: Claim) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -112,7 +113,8 @@ class LightSession:
         """The node's status."""
         frame = await self.request(Method.STATUS)
         try:
-            status = json.loads(bytes(frame.body))
+            # Numbers that JSON itself does not have would make the output of --json unreadable for others.
+            status = json.loads(bytes(frame.body), parse_constant=lambda _: None, parse_float=_finite)
         except (ValueError, RecursionError):
             raise MessageError("the node's status is not JSON") from None
         if not isinstance(status, dict):
@@ -217,6 +219,11 @@ async def _with_first(
         f"no node of the invite answers ({'; '.join(dict.fromkeys(failures))[:200]}); is one of them running? "
         "The invite of any other node of the swarm will do"
     )
+
+
+def _finite(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 def _refused(error: BaseException) -> bool:

@@ -277,6 +277,24 @@ async def test_a_record_that_expired_is_not_read() -> None:
         parse_record(data, swarm=SWARM, now=claim.expires)
 
 
+async def test_a_start_that_failed_can_be_repeated_and_a_lone_node_can_join_others(p2p_peers: P2PPeers) -> None:
+    one, other = await p2p_peers.pair()
+    lone, joining = (Node(Identity.load(p2p_peers.folder / f"{index}.key")) for index in range(2))
+    daemons = [p2p_peers.daemons[peer.peer_id] for peer in (one, other)]
+    await lone.store.start(daemons[0].p2p)
+    for _ in range(2):
+        with pytest.raises(TransportError, match="no peer answered"):
+            await joining.store.start(daemons[1].p2p, [f"/ip4/127.0.0.1/tcp/9/p2p/{SELF.peer_id}"])
+    data = sign_claim(joining.identity, claim_of(joining.identity, time.time()))
+    await joining.store.store(data)  # which it keeps for itself, having met nobody
+    assert await lone.fetched(KEY) == []
+    await one.connect(other.peer_id, timeout=PATIENCE)
+    await lone.store.start(daemons[0].p2p, await daemons[1].addresses())
+    assert await lone.fetched(KEY) == [data]
+    for node in (lone, joining):
+        await node.store.stop()
+
+
 async def test_a_seed_that_is_no_dht_peer_is_reported(p2p_peers: P2PPeers) -> None:
     daemon = await p2p_peers.daemon()
     with pytest.raises(TransportError, match="could not be joined") as caught:

@@ -9,13 +9,14 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from protocol.errors import LocalError, PeerGoneError, PortInUseError, SentinelError
+from protocol.errors import LocalError, PeerGoneError, PortInUseError, SentinelError, SettingsError
 from protocol.identity import Identity
 from protocol.messages import Empty, Method
 from protocol.transports.base import Request, Response
@@ -186,3 +187,41 @@ def test_the_daemon_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
         parent.stdout.close()
     gone, alive = psutil.wait_procs([daemon], timeout=PATIENCE)
     assert not alive and gone
+
+
+async def test_a_folder_that_a_killed_node_left_behind_is_removed_by_its_next_start(tmp_path: Path) -> None:
+    Identity.load_or_create(tmp_path / "node.key")
+    note, left, other = tmp_path / "note", tmp_path / "sentinel-left", tmp_path / "other"
+    for folder in (left, other):
+        folder.mkdir()
+    options = DaemonOptions(identity_path=str(tmp_path / "node.key"), note_path=str(note))
+    for noted in (left, other):
+        note.write_text(str(noted))
+        daemon = Daemon(options)
+        await daemon.start()
+        assert note.read_text() == daemon.folder
+        await daemon.stop()
+        assert not note.exists()
+    assert not left.exists()
+    assert other.exists()  # whatever a note says, only a folder for sockets is ever removed
+
+
+async def test_sockets_go_among_the_temporary_files_where_the_runtime_folder_is_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Identity.load_or_create(tmp_path / "node.key")
+    for unusable in (tmp_path / "missing", tmp_path / ("deep" * 20)):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(unusable))
+        daemon = Daemon(DaemonOptions(identity_path=str(tmp_path / "node.key")))
+        await daemon.start()
+        assert Path(daemon.folder).parent == Path(tempfile.gettempdir())
+        await daemon.stop()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(LocalError, match=r"no folder for sockets can be made .* set TMPDIR"):
+        await daemon.start()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
+def test_an_address_of_another_machine_is_told_from_a_port_in_use(host: str) -> None:
+    with pytest.raises(SettingsError, match="correct --host"):
+        check_port_free(host, 0)
