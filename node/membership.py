@@ -233,7 +233,12 @@ class Membership:
     async def _serve_push(self, request: Request) -> Response:
         message = decode(Push, request.head)
         for data in message.records:
-            record = parse_record(data, swarm=self._swarm, now=self._wall_clock())
+            try:
+                record = parse_record(data, swarm=self._swarm, now=self._wall_clock())
+            except RecordError as error:
+                if error.kind != "expired":
+                    raise
+                continue  # it ran out on the way; the rest is still good
             self.take(record, data)
         return Response()
 

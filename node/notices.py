@@ -17,6 +17,9 @@ from protocol.transports.sessions import Transport
 
 log = logging.getLogger(__name__)
 
+NOT_READY = frozenset({"method", "not_admitted", "unavailable"})
+RETRY_SECONDS = 0.5
+
 MAX_CLEARED_HOPS = 8
 """Eight hops with the largest sketch fill half of what the head of a frame may hold."""
 
@@ -71,7 +74,12 @@ class Notices:
                 told.add(peer)
             except RemoteError as error:
                 log.debug("peer %s refused the end of step %d: %s", peer[-8:], step, error)
-                told.add(peer)
+                # A replica that is still getting ready, or has not heard of this node, needs its END later:
+                # it would wait for it in vain, and hold its siblings up.
+                if error.kind not in NOT_READY:
+                    told.add(peer)
+                elif error.kind == "not_admitted":
+                    await self._membership.introduce(peer)
             except SentinelError as error:
                 log.debug("peer %s did not take the end of step %d: %s", peer[-8:], step, error)
 
@@ -84,7 +92,10 @@ class Notices:
         while self._next_step <= step + 1:
             await asyncio.gather(*map(tell, untold()))
             # A replica that could not be told is dialled anew by the membership, or is found to be gone.
-            await self._membership.wait_until(lambda: bool(untold()), 2.0)
+            if untold():
+                await self._membership.wait_until(lambda: False, RETRY_SECONDS)
+            else:
+                await self._membership.wait_until(lambda: bool(untold()), 2.0)
 
     async def _serve_end(self, request: Request) -> Response:
         message = decode(End, request.head)
