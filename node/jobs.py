@@ -44,9 +44,18 @@ class StageJobs:
         with self._telemetry.phase("send"):
             return self._boundary.outgoing(output, step=step, microbatch=microbatch, direction=Direction.ACTIVATION)
 
-    def _take_activation(
-        self, step: int, sender: str, message: Train, body: Buffer, replicas: int
+    def _check(
+        self,
+        message: Train | Trained,
+        body: Buffer,
+        *,
+        sender: str,
+        step: int,
+        microbatch: int,
+        direction: Direction,
+        replicas: int,
     ) -> tuple[Incoming, Judged]:
+        """Decode what came and judge it."""
         with self._telemetry.phase("check"):
             incoming = self._boundary.incoming(
                 body,
@@ -56,18 +65,26 @@ class StageJobs:
                 input_hop=message.input_hop,
                 sender=sender,
                 step=step,
-                microbatch=message.microbatch,
-                direction=Direction.ACTIVATION,
+                microbatch=microbatch,
+                direction=direction,
             )
             judged = self._guard.judge(
-                incoming,
-                sender=sender,
-                step=step,
-                microbatch=message.microbatch,
-                direction=Direction.ACTIVATION,
-                replicas=replicas,
+                incoming, sender=sender, step=step, microbatch=microbatch, direction=direction, replicas=replicas
             )
             return incoming, judged
+
+    def _take_activation(
+        self, step: int, sender: str, message: Train, body: Buffer, replicas: int
+    ) -> tuple[Incoming, Judged]:
+        return self._check(
+            message,
+            body,
+            sender=sender,
+            step=step,
+            microbatch=message.microbatch,
+            direction=Direction.ACTIVATION,
+            replicas=replicas,
+        )
 
     def receive(
         self, key: int, step: int, sender: str, message: Train, body: Buffer, replicas: int
@@ -110,27 +127,15 @@ class StageJobs:
         Raises:
             RemoteError: it must not be used.
         """
-        with self._telemetry.phase("check"):
-            incoming = self._boundary.incoming(
-                body,
-                dtype=trained.dtype,
-                shape=trained.shape,
-                hop=trained.hop,
-                input_hop=trained.input_hop,
-                sender=peer,
-                step=step,
-                microbatch=microbatch,
-                direction=Direction.GRADIENT,
-            )
-            judged = self._guard.judge(
-                incoming,
-                sender=peer,
-                step=step,
-                microbatch=microbatch,
-                direction=Direction.GRADIENT,
-                replicas=replicas,
-            )
-            return incoming, judged
+        return self._check(
+            trained,
+            body,
+            sender=peer,
+            step=step,
+            microbatch=microbatch,
+            direction=Direction.GRADIENT,
+            replicas=replicas,
+        )
 
     def backward(self, key: int, step: int, microbatch: int, returned: Returned) -> Outgoing:
         """Backward of a middle stage; the gradient of its input is ready to be sent."""
