@@ -83,6 +83,9 @@ async def _run(folder: Path, attack: str, stage: int, replicas: int, steps: int,
                         drill_from=from_step if attacker else 0,
                     )
                 )
+        await asyncio.gather(*(member.outcome() for member in members if not member.attack))
+        for member in members:
+            member.node.stop()  # an attacker that was left behind would wait for the others for ever
         outcomes = await asyncio.gather(*(member.outcome() for member in members))
     codes = {member.peer: getattr(outcome, "exit_code", 0) for member, outcome in zip(members, outcomes, strict=True)}
     return _result(attack, members, codes)

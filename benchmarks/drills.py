@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from benchmarks._drills import DrillResult, run_drill
-from node.drill_names import Attack
+from node.drill_names import TENSOR_ATTACKS, Attack
 
 
 def all_attacks() -> list[str]:
     """Activations first, then gradients."""
-    return [*map(str, Attack), *(f"gradient-{attack}" for attack in Attack)]
+    return [*map(str, Attack), *(f"gradient-{attack}" for attack in Attack if attack in TENSOR_ATTACKS)]
 
 
 def main() -> None:

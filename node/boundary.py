@@ -18,6 +18,7 @@ from protocol.framing import Buffer
 from protocol.hops import body_digest, open_hop, sign_hop, sketch_key
 from protocol.identity import Identity
 from protocol.manifest import Manifest
+from protocol.messages import Hop
 from protocol.tensors import WireDtype, decode_tensor, encode_tensor, encoded_bytes
 from verifier.guards import check_tensor
 from verifier.sketch import sketch
@@ -48,6 +49,10 @@ class Incoming:
     hop: bytes
     sketch: torch.Tensor
     input_sketch: torch.Tensor | None
+    input_from: str = ""
+    """Who sent its sender that input, and..."""
+    input_digest: bytes = b""
+    """...the digest of it; both empty where the sender received none."""
 
 
 class Boundary:
@@ -80,10 +85,21 @@ class Boundary:
         """Size of an encoded tensor of this direction."""
         return encoded_bytes(self._shape, self._dtypes[direction])
 
-    def outgoing(self, tensor: torch.Tensor, *, step: int, microbatch: int, direction: Direction) -> Outgoing:
-        """Encode and sign a tensor [B, T, d] float32; a drill spoils it here."""
+    def outgoing(
+        self,
+        tensor: torch.Tensor,
+        *,
+        step: int,
+        microbatch: int,
+        direction: Direction,
+        received: torch.Tensor | None = None,
+    ) -> Outgoing:
+        """Encode and sign a tensor [B, T, d] float32; a drill spoils it here.
+
+        ``received`` is what this node got in this direction for the same microbatch, which a drill may hand on.
+        """
         if self._drill is not None:
-            tensor = self._drill.apply(tensor, direction, step)
+            tensor = self._drill.apply(tensor, direction, step, received=received)
         dtype = self._dtypes[direction]
         buffers = encode_tensor(tensor, dtype)
         sent = tensor if dtype is WireDtype.FP32 else self._decode(b"".join(buffers), direction)
@@ -141,15 +157,18 @@ class Boundary:
         own = self._sketch(tensor, step)
         if not _close(own, _unpack(opened.sketch)):
             raise MessageError("a tensor's sketch is not the one that its hop claims", kind="sketch")
+        before = self._input_hop(input_hop, sender, sender_stage, step, microbatch, direction)
         return Incoming(
             tensor=tensor,
             digest=digest,
             hop=hop,
             sketch=own,
-            input_sketch=self._input_sketch(input_hop, sender, sender_stage, step, microbatch, direction),
+            input_sketch=None if before is None else _unpack(before.sketch),
+            input_from="" if before is None else before.peer,
+            input_digest=b"" if before is None else before.digest,
         )
 
-    def _input_sketch(
+    def _input_hop(
         self,
         data: bytes | None,
         sender: str,
@@ -157,8 +176,8 @@ class Boundary:
         step: int,
         microbatch: int,
         direction: Direction,
-    ) -> torch.Tensor | None:
-        """The sketch of what the sender received; None where it received none (stage 0, last stage)."""
+    ) -> Hop | None:
+        """The hop of what the sender received; None where it received none (stage 0, last stage)."""
         source_stage = sender_stage - 1 if direction is Direction.ACTIVATION else sender_stage + 1
         if not 0 <= source_stage < self._num_stages:
             return None
@@ -179,7 +198,7 @@ class Boundary:
             raise RefusedError("the hop of a sender's input is from a peer without a claim", kind="unknown_peer")
         if opened.peer == sender or known != source_stage:
             raise MessageError("the hop of a sender's input is not from the stage before it", kind="sketch")
-        return _unpack(opened.sketch)
+        return opened
 
     def _decode(
         self, body: Buffer, direction: Direction, *, dtype: str = "", shape: Sequence[int] = ()

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from node.drill_names import CONDUCT_ATTACKS, TENSOR_ATTACKS
 from node.version import VERSION
 from protocol.errors import InviteError, ManifestError, SentinelError, UsageError
 
@@ -213,8 +214,8 @@ def coordinate(path: Path, **options: Any) -> None:
     default="",
     metavar="ATTACK",
     show_default=False,
-    help="Attack the swarm on purpose, where its manifest allows drills: constant, random, scale, "
-    "sign-flip, random-sign, delay, bias or noise, also with gradient- or both- before it.",
+    help=f"Attack the swarm on purpose, where its manifest allows drills: {', '.join(TENSOR_ATTACKS)}, also with "
+    f"gradient- or both- before it; {', '.join(CONDUCT_ATTACKS)}.",
 )
 @_option("--drill-from", type=click.IntRange(0), default=0, help="Step at which the attack begins.")
 @_option("--exit-when-done", is_flag=True, help="Leave after the last step instead of holding the model.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -15,24 +16,30 @@ import os
 import random
 import signal
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from node.auditor import Auditor
 from node.boundary import Boundary
 from node.data import TokenStream, open_source
 from node.device import autocast_dtype, available_memory_bytes, choose_device
+from node.digest import parameter_digest
 from node.documents import read_documents
 from node.drill import Drill, DrillPlan, parse_drill
+from node.evidence import EvidenceStore
 from node.forming import Applicant, Forming
 from node.guard import Guard
+from node.history import ParameterHistory
 from node.http import HttpServer, finite
+from node.juror import Juror
 from node.membership import Membership, Timing
 from node.metrics import Metrics
 from node.model import StageModule
 from node.network import Network, P2PNetwork
 from node.optimizer import StepOptimizer
 from node.pipeline import Pipeline
+from node.replay import Replayer
 from node.settings import NodeSettings
 from node.stage import StageRunner
 from node.state_folder import StateFolder
@@ -40,6 +47,7 @@ from node.status import build_status
 from node.telemetry import Telemetry
 from node.tokenizer import load_tokenizer
 from node.trainer import Trainer
+from node.verdicts import restore_verdicts, save_verdicts
 from node.version import AGENT
 from node.worker import ComputeWorker
 from protocol.errors import (
@@ -48,6 +56,7 @@ from protocol.errors import (
     LocalError,
     MessageError,
     PreflightError,
+    RecordError,
     SentinelError,
     SettingsError,
 )
@@ -56,7 +65,7 @@ from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.manifest import Manifest
 from protocol.messages import MAX_RECORDS, Empty, Method, Push
-from protocol.records import Accusation, NodeState, sign_accusation
+from protocol.records import Accusation, NodeState, Verdict, parse_record, sign_accusation
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.dht import RecordStore
 from protocol.transports.p2pd import DaemonOptions
@@ -86,9 +95,11 @@ class Node:
         identity: Identity,
         *,
         network: Network | None = None,
+        make_worker: Callable[[], ComputeWorker] | None = None,
     ) -> None:
-        """``network`` replaces the real one in simulations."""
+        """``network`` and ``make_worker`` replace the real ones in simulations."""
         self.settings = settings
+        self._make_worker = make_worker or (lambda: ComputeWorker(threads=settings.threads))
         self.folder = folder
         self.identity = identity
         self.manifest: Manifest | None = settings.manifest
@@ -105,6 +116,8 @@ class Node:
         self.guard: Guard | None = None
         self.trainer: Trainer | None = None
         self.pipeline: Pipeline | None = None
+        self.auditor: Auditor | None = None
+        self.juror: Juror | None = None
         self.drill: Drill | None = None
         self.finished = False
         self.stage: int | None = None
@@ -270,7 +283,7 @@ class Node:
             timing=Timing(lease=manifest.network.lease_seconds, renew=manifest.network.renew_seconds),
             transport=self.network.transport,
             store=self.network.store,
-            on_accusation=self._accusation,
+            on_finding=self._finding,
         )
         return self.membership
 
@@ -334,9 +347,12 @@ class Node:
             accuse=self._accuse,
             on_ejected=self._ejected,
             notify=membership.notify,
-            seed=int.from_bytes(os.urandom(4), "big"),
+            seed=int.from_bytes(hashlib.sha256(b"sentinel:directions" + self.swarm).digest()[:4], "big"),
+            drill=self.drill,
         )
+        await self._remember_verdicts(self.guard, membership)
         self.guard.consider(self.identity.peer_id)
+        self.guard.consider_verdicts(self.identity.peer_id)
         self._raise_if_ejected()
         forming = Forming(
             manifest=manifest,
@@ -366,6 +382,29 @@ class Node:
         self._spawn(self._tell_progress())
         await trainer.run()
         await self._finish()
+
+    async def _remember_verdicts(self, guard: Guard, membership: Membership) -> None:
+        """Take up the standings and findings of an earlier run: a restart is no amnesty."""
+        now = time.time()
+        expired, records = await asyncio.to_thread(
+            lambda: restore_verdicts(self.folder, self.swarm.hex(), guard.ledger, now=now)
+        )
+        for change in expired:
+            self.telemetry.standing_changed(change, membership.view.stage_of(change.peer), 0)
+        guard.restored()
+        for data in records:
+            with contextlib.suppress(RecordError):  # most have run out by now; what is damaged is worth nothing
+                membership.take(parse_record(data, swarm=self.swarm, now=now), data)
+
+    async def _keep_verdicts(self) -> None:
+        if self.guard is None or self.membership is None:
+            return
+        view, ejected = self.membership.view, self.guard.all_ejected()
+        signed = [*view.signed_accusations.items(), *view.signed_verdicts.items()]
+        records = [data for (accused, _), data in signed if accused in ejected]
+        standings = self.guard.ledger.export()
+        with contextlib.suppress(OSError):  # a full disk shows elsewhere, and must not end the training
+            await asyncio.to_thread(save_verdicts, self.folder, self.swarm.hex(), standings, records)
 
     async def _unfit(self, manifest: Manifest) -> dict[int, str]:
         """Stages that this node cannot hold, and why: the first one, where it cannot read the data.
@@ -405,7 +444,7 @@ class Node:
         manifest, membership, guard = self.manifest, self.membership, self.guard
         assert manifest is not None and membership is not None and guard is not None
         self.metrics.identify(peer=self.identity.peer_id, swarm=self.swarm.hex(), stage=str(stage))
-        self._worker = worker = ComputeWorker(threads=self.settings.threads)
+        self._worker = worker = self._make_worker()
         runner = await asyncio.to_thread(
             lambda: StageRunner(
                 StageModule(manifest.model, manifest.stages.layers_per_stage, stage),
@@ -415,6 +454,47 @@ class Node:
         )
         if stage == 0:
             await self._open_data(manifest)
+        history = ParameterHistory(
+            runner,
+            digest=await asyncio.to_thread(parameter_digest, runner.flat_parameters()),
+            keep=manifest.verifier.audits,
+        )
+        evidence = EvidenceStore(keep=manifest.verifier.audits)
+        self.auditor = Auditor(
+            identity=self.identity,
+            manifest=manifest,
+            transport=self.network.transport,
+            membership=membership,
+            guard=guard,
+            telemetry=self.telemetry,
+            drill=self.drill,
+            publish=lambda data, verdict: self._spawn(membership.publish_finding(data, verdict)),
+        )
+        self.juror = Juror(
+            identity=self.identity,
+            manifest=manifest,
+            stage=stage,
+            transport=self.network.transport,
+            membership=membership,
+            guard=guard,
+            worker=worker,
+            replayer=Replayer(
+                manifest=manifest,
+                stage=stage,
+                runner=runner,
+                history=history,
+                data=self._data if stage == 0 else None,
+                build=lambda other: StageRunner(
+                    StageModule(manifest.model, manifest.stages.layers_per_stage, other),
+                    device,
+                    autocast_dtype(device, manifest.wire),
+                ),
+            ),
+            history=history,
+            evidence=evidence,
+            telemetry=self.telemetry,
+            drill=self.drill,
+        )
         boundary = Boundary(
             identity=self.identity,
             manifest=manifest,
@@ -430,9 +510,13 @@ class Node:
             membership=membership,
             boundary=boundary,
             guard=guard,
+            auditor=self.auditor,
+            evidence=evidence,
             runner=runner,
             worker=worker,
             telemetry=self.telemetry,
+            digest_at=history.digest_at,
+            drill=self.drill,
         )
         self.trainer = Trainer(
             manifest=manifest,
@@ -445,8 +529,10 @@ class Node:
             optimizer=StepOptimizer(runner.layout, manifest.training),
             worker=worker,
             telemetry=self.telemetry,
+            history=history,
             data=self._data if stage == 0 else None,
             set_state=self.set_state,
+            drill=self.drill,
         )
         self._spawn(self._keep_peers())
         return self.trainer
@@ -491,6 +577,9 @@ class Node:
         await asyncio.gather(life, return_exceptions=True)
         if self.trainer is not None:
             await self.trainer.close()
+        if self.auditor is not None:
+            await self.auditor.close()
+        await self._keep_verdicts()
         self._write_summary()
         for task in list(self._tasks):
             task.cancel()
@@ -536,6 +625,20 @@ class Node:
         self.metrics.p2pd_up.set(0)
         self._fail(LocalError(f"p2pd ended unexpectedly with code {code}; start the node again"))
 
+    def _finding(self, finding: Accusation | Verdict) -> None:
+        if isinstance(finding, Accusation):
+            self._accusation(finding)
+            return
+        self.telemetry.event(
+            "verdict",
+            finding.step,
+            peer=finding.accused,
+            stage=finding.accused_stage,
+            text=f"{len(finding.votes)} jurors computed its work again: {finding.reason}",
+        )
+        if self.guard is not None:
+            self.guard.consider_verdicts(finding.accused)
+
     def _accusation(self, accusation: Accusation) -> None:
         self.metrics.accusations.labels(direction="received").inc()
         self.telemetry.event(
@@ -568,7 +671,7 @@ class Node:
         )
         self.metrics.accusations.labels(direction="sent").inc()
         data = sign_accusation(self.identity, accusation)
-        self._spawn(membership.publish_accusation(data, accusation))
+        self._spawn(membership.publish_finding(data, accusation))
 
     def _ejected(self, peer: str, reason: str, until: float) -> None:
         if peer != self.identity.peer_id:
@@ -723,6 +826,7 @@ class Node:
         """Remember who was there, so that a restart finds the swarm when every seed is gone."""
         while True:
             await asyncio.to_thread(self.folder.save_peers, self._peer_addresses())
+            await self._keep_verdicts()
             await asyncio.sleep(15)
 
     def _peer_addresses(self) -> list[str]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from node.auditor import Auditor, Case
 from node.boundary import Boundary, Outgoing
-from node.guard import Guard
-from node.jobs import StageJobs
+from node.guard import Guard, score_of
+from node.jobs import Arrival, StageJobs
 from node.membership import Membership
 from node.telemetry import Telemetry
 from node.work import FORGIVABLE, Returned, Step, UnfinishedError, Work
 from node.worker import ComputeWorker, Priority
-from protocol.errors import MessageError, RemoteError, SentinelError
+from protocol.errors import RemoteError, SentinelError
 from protocol.fields import decode
-from protocol.hops import check_receipt
+from protocol.framing import Buffer
 from protocol.manifest import Manifest
 from protocol.messages import Method, Train, Trained
 from protocol.transports.sessions import Transport
@@ -36,13 +37,13 @@ class Downstream:
         membership: Membership,
         boundary: Boundary,
         guard: Guard,
+        auditor: Auditor,
         jobs: StageJobs,
         worker: ComputeWorker,
         telemetry: Telemetry,
     ) -> None:
         """``peers(step)`` lists the replicas of the next stage that this node deals with in a step."""
         self._manifest = manifest
-        self._swarm = bytes.fromhex(manifest.swarm_id)
         self._stage = stage
         self._last = manifest.num_stages - 1
         self._peers = peers
@@ -50,6 +51,7 @@ class Downstream:
         self._membership = membership
         self._boundary = boundary
         self._guard = guard
+        self._auditor = auditor
         self._jobs = jobs
         self._worker = worker
         self._telemetry = telemetry
@@ -69,6 +71,8 @@ class Downstream:
         for _ in range(MAX_ATTEMPTS):
             live = [peer for peer in self._peers(step.number) if peer not in refused]
             candidates = [peer for peer in step.dealer.order(live) if peer not in passing]
+            # Whoever was struck in this step comes last in it: each refused gradient costs all the work below.
+            candidates.sort(key=lambda peer: self._guard.struck_in(peer, step.number))
             if not candidates:
                 if not live and refused:
                     break
@@ -150,7 +154,7 @@ class Downstream:
             )
         try:
             trained = decode(Trained, response.head)
-            incoming, judged = await self._worker.run(
+            arrival = await self._worker.run(
                 Priority.BACKWARD,
                 self._jobs.receive_gradient,
                 step.number,
@@ -158,21 +162,39 @@ class Downstream:
                 peer,
                 trained,
                 response.data,
+                outgoing.digest,
                 len(self._peers(step.number)),
             )
-            if not check_receipt(
-                peer,
-                self._swarm,
-                trained.receipt,
-                step=step.number,
-                microbatch=work.microbatch,
-                received=outgoing.digest,
-                returned=incoming.digest,
-                parameters=trained.parameters,
-            ):
-                raise MessageError("a receipt does not fit what was sent and returned", kind="receipt")
+            self._consider_audit(step, work, outgoing, peer, trained, response.data, arrival)
+            if arrival.judged is None:
+                assert arrival.flag is not None
+                raise arrival.flag
         except RemoteError as error:
             self._guard.breach(peer, error, step.number, work.microbatch)
             raise
-        outlier = trained.outlier or bool(judged.cleared)
-        return Returned(loss=trained.loss, incoming=incoming, judged=judged, peer=peer, outlier=outlier)
+        return Returned(
+            loss=trained.loss,
+            incoming=arrival.incoming,
+            judged=arrival.judged,
+            peer=peer,
+            body=response.data,
+            receipt=trained.receipt,
+            outlier=trained.outlier or bool(arrival.judged.cleared),
+        )
+
+    def _consider_audit(
+        self, step: Step, work: Work, outgoing: Outgoing, peer: str, trained: Trained, body: Buffer, arrival: Arrival
+    ) -> None:
+        case = Case(
+            accused=peer,
+            stage=self._stage + 1,
+            step=step.number,
+            microbatch=work.microbatch,
+            statement=trained.receipt,
+            tensors=(*outgoing.buffers, body),
+            tokens=work.tokens,
+            origin=work.origin,
+            origin_signature=work.origin_signature,
+            flagged=arrival.flag is not None or (arrival.judged is not None and arrival.judged.flag is not None),
+        )
+        self._auditor.consider(case, score=score_of(arrival.judged))

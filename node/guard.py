@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from node.boundary import Incoming
+from node.drill import Drill
+from node.rounds import majority_digest
 from node.telemetry import Telemetry
 from node.view import View
 from protocol.errors import RefusedError, RemoteError
 from protocol.hops import open_hop
 from protocol.manifest import Manifest
 from protocol.messages import Cleared
-from protocol.records import Accusation
+from protocol.records import Accusation, Verdict
 from verifier.config import CheckerConfig
 from verifier.corroboration import contradicted, corroborated
+from verifier.distances import Reduction
 from verifier.ledger import Ledger, PeerState, StandingChanged
-from verifier.quorum import ejects, neighbouring_stages, seconds
+from verifier.quorum import convicts, ejects, jury, neighbouring_stages, seconds
 from verifier.sentinel import BoundaryChecker, Judgement
 from verifier.verdicts import Direction, Reason
+
+MAX_EVIDENCE_LINES = 64
+"""Strikes against one peer that an accusation's digest covers."""
 
 GUARD_REASONS = {reason.value: reason for reason in Reason}
 """Kinds of a remote error that are a reason to strike."""
@@ -64,6 +71,13 @@ class Judged:
     """Replicas whose flagged tensor of this microbatch differs from this accepted one, from equal inputs."""
 
 
+def score_of(judged: Judged | None) -> float:
+    """The largest statistic of an accepted tensor, over its fence; 0 if it was not judged."""
+    if judged is None or judged.judgement is None:
+        return 0.0
+    return max(judged.judgement.verdict.scores.values(), default=0.0)
+
+
 def checker_config(manifest: Manifest) -> CheckerConfig:
     """The checker's settings, as the manifest has them."""
     settings = manifest.verifier
@@ -98,6 +112,7 @@ class Guard:
         on_ejected: Callable[[str, str, float], None],
         notify: Callable[[], None],
         seed: int,
+        drill: Drill | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """``accuse(peer, its stage, reason, step, evidence)`` publishes an accusation;
@@ -109,13 +124,19 @@ class Guard:
         self._accuse = accuse
         self._on_ejected = on_ejected
         self._notify = notify
+        self._drill = drill
         self._wall_clock = wall_clock
         self._config = checker_config(manifest)
         self.ledger = Ledger(self._config)
+        # Siblings compare their baselines, so they project on the same directions.
         self._checkers = {direction: BoundaryChecker(self._config, direction, seed=seed) for direction in Direction}
-        self._evidence: dict[str, list[str]] = {}
+        self._evidence: dict[str, deque[str]] = {}
         self._suspects: dict[tuple[Direction, int, int], dict[str, Incoming]] = {}
         self._struck: dict[tuple[int, int], set[str]] = {}
+        self._struck_in: dict[str, int] = {}
+        self._would_eject: set[str] = set()
+        self._barred: set[str] = set()
+        self._ejected: set[str] = set()
         self._step = 0
 
     # in the compute thread -----------------------------------------------------------
@@ -135,7 +156,7 @@ class Guard:
         Raises:
             FlaggedError: it must not be used.
         """
-        if self._config.mode == "off":
+        if self._config.mode == "off" or (self._drill is not None and self._drill.spares(sender, step)):
             return Judged(sender=sender, direction=direction, judgement=None)
         judgement = self._checkers[direction].judge(
             incoming.tensor, step=step, sketch=incoming.sketch, input_sketch=incoming.input_sketch
@@ -181,6 +202,20 @@ class Guard:
             checker.end_step(step)
         self._suspects = {key: found for key, found in self._suspects.items() if key[1] > step}
 
+    @property
+    def judges(self) -> bool:
+        """Whether the statistics are used at all."""
+        return self._config.mode != "off"
+
+    def baselines(self) -> dict[Direction, Reduction]:
+        """What has been learnt so far, of the directions that this node receives."""
+        found = {direction: checker.baseline() for direction, checker in self._checkers.items()}
+        return {direction: baseline for direction, baseline in found.items() if baseline is not None}
+
+    def set_baseline(self, direction: Direction, baseline: Reduction) -> None:
+        """Replace a baseline by one that siblings agree on."""
+        self._checkers[direction].set_baseline(baseline)
+
     # in the event loop ---------------------------------------------------------------
 
     @property
@@ -194,11 +229,15 @@ class Guard:
 
     def excluded(self) -> set[str]:
         """Peers that this node neither gives work to nor waits for."""
-        return {peer for peer in self._view.claims if not self.ledger.allows(peer)}
+        return {peer for peer in self._barred if peer in self._view.claims}
 
     def ejected(self) -> set[str]:
         """Peers that the swarm has ejected."""
-        return {peer for peer in self._view.claims if self.ledger.standing(peer).state is PeerState.EJECTED}
+        return {peer for peer in self._ejected if peer in self._view.claims}
+
+    def all_ejected(self) -> frozenset[str]:
+        """Peers that the swarm has ejected, also those that have left."""
+        return frozenset(self._ejected)
 
     def breach(self, peer: str, error: RemoteError, step: int, microbatch: int) -> None:
         """A peer's message was refused: strike it if that was its own doing."""
@@ -255,7 +294,8 @@ class Guard:
     def strike(self, peer: str, reason: Reason, step: int, detail: str = "") -> None:
         """Count an offence; at the limit the peer is quarantined here and accused in the swarm."""
         self._telemetry.struck(peer, self._view.stage_of(peer), reason.value, step, detail)
-        self._evidence.setdefault(peer, []).append(f"{step} {reason.value} {detail}")
+        self._evidence.setdefault(peer, deque(maxlen=MAX_EVIDENCE_LINES)).append(f"{step} {reason.value} {detail}")
+        self._struck_in[peer] = step
         self._handle(self.ledger.strike(peer, reason, step=step), step, reason)
         self._second(peer, step)
 
@@ -266,9 +306,32 @@ class Guard:
             return
         others = len(self._view.accusers(peer).keys() - {self._me})
         if seconds(strikes=standing.strikes, others=others, limit=self._config.strike_limit):
-            reason = standing.reason or Reason.STRIKES
-            missing = max(self._config.strike_limit - standing.strikes, 1e-6)
-            self._handle(self.ledger.strike(peer, Reason.STRIKES, step=step, weight=missing), step, reason)
+            self._handle(self.ledger.condemn(peer, standing.reason or Reason.STRIKES, step=step), step, standing.reason)
+
+    def judged_finally(self, peer: str) -> bool:
+        """Whether the swarm has ejected a peer, or would have in a swarm that only observes."""
+        return peer in self._would_eject or self.ledger.standing(peer).state is PeerState.EJECTED
+
+    def unproven(self, peer: str) -> bool:
+        """Whether a peer has not earned trust here, or has strikes: it is audited more often."""
+        return self.ledger.standing(peer).state is not PeerState.TRUSTED
+
+    def compare_parameters(self, digests: Mapping[str, bytes], step: int) -> None:
+        """Strike the replicas of a stage whose parameters are not those of most.
+
+        ``digests`` are what they say of one step; empty where a replica had not begun it.
+        """
+        told = {peer: digest for peer, digest in digests.items() if digest}
+        standing = majority_digest(told, of=len(told)) if len(told) > 2 else None
+        if standing is None:
+            return
+        for peer, digest in told.items():
+            if digest != standing:
+                self.strike(peer, Reason.PARAMETERS, step, detail="its parameters are not those of its siblings")
+
+    def struck_in(self, peer: str, step: int) -> bool:
+        """Whether a peer got a strike in this step: others are tried before it."""
+        return self._struck_in.get(peer) == step
 
     def credit(self, peer: str, step: int) -> None:
         """Count a microbatch that went well."""
@@ -280,16 +343,43 @@ class Guard:
         self._struck = {key: peers for key, peers in self._struck.items() if key[0] >= step - 1}
         self._handle(self.ledger.end_step(step), step, None)
         self._handle(self.ledger.expire(self._wall_clock()), step, None)
+        self._struck_in = {peer: at for peer, at in self._struck_in.items() if at >= step}
+        for accused in {accused for accused, _ in self._view.verdicts}:
+            self.consider_verdicts(accused)
+        self._frame(step)
+
+    def _frame(self, step: int) -> None:
+        """The drill that accuses honest peers."""
+        if self._drill is None:
+            return
+        mine = self._view.stage_of(self._me)
+        near = neighbouring_stages(mine, self._num_stages) if mine is not None else ()
+        victim = self._drill.victim([claim.peer for stage in near for claim in self._view.replicas(stage)], step)
+        stage = self._view.stage_of(victim) if victim is not None else None
+        if victim is not None and stage is not None:
+            self._accuse(victim, stage, Reason.L2.value, step, bytes(32))
 
     def _handle(self, changes: tuple[StandingChanged, ...], step: int, reason: Reason | None) -> None:
         for change in changes:
             stage = self._view.stage_of(change.peer)
             self._telemetry.standing_changed(change, stage, step)
+            self._sort_out(change.peer)
             if change.after is PeerState.QUARANTINED and reason is not None and stage is not None and not change.would:
                 log = "\n".join(self._evidence.get(change.peer, []))
                 digest = hashlib.sha256(log.encode()).digest()
                 self._accuse(change.peer, stage, reason.value, step, digest)
             self._notify()
+
+    def _sort_out(self, peer: str) -> None:
+        """Keep the sets of the few that are barred; they are asked for several times a microbatch."""
+        ejected = self.ledger.standing(peer).state is PeerState.EJECTED
+        (self._ejected.add if ejected else self._ejected.discard)(peer)
+        (self._barred.discard if self.ledger.allows(peer) else self._barred.add)(peer)
+
+    def restored(self) -> None:
+        """Take note of a ledger that has been loaded."""
+        for peer in self.ledger.peers():
+            self._sort_out(peer)
 
     def consider(self, accused: str) -> None:
         """Look whether the accusations against a peer make a quorum, and eject it if so."""
@@ -311,12 +401,49 @@ class Guard:
         until = max(entry.expires for entry in accusers.values())
         reason = most_common_reason(list(accusers.values()))
         if self._config.mode != "enforce":
-            self._telemetry.would_eject(accused, stage, reason)
+            if accused not in self._would_eject:
+                self._would_eject.add(accused)
+                self._telemetry.would_eject(accused, stage, reason)
             return
         self._handle(
             self.ledger.eject(accused, reason=Reason.STRIKES, until=until, now=self._wall_clock()), self._step, None
         )
         self._on_ejected(accused, f"{reason} ({len(accusers)} of {len(neighbours)} neighbours)", until)
+
+    # verdicts of juries --------------------------------------------------------------
+
+    def jury(self, draw: bytes, accused: str, stage: int) -> tuple[str, ...]:
+        """Who may judge the accused, in the order drawn by this signature, as far as this node knows."""
+        without = self.ejected() | {accused}
+        replicas = [claim.peer for claim in self._view.roster(stage, 2**40, without=without)]
+        near = neighbouring_stages(stage, self._num_stages)
+        reserves = [claim.peer for place in near for claim in self._view.roster(place, 2**40, without=without)]
+        # A hash, since a signature is no uniform number.
+        return jury(draw=hashlib.sha256(draw).digest(), accused=accused, replicas=replicas, reserves=reserves)
+
+    def consider_verdicts(self, accused: str) -> None:
+        """Eject a peer that a jury has found guilty, as far as this node recognises the jurors."""
+        if self.ledger.standing(accused).state is PeerState.EJECTED:
+            return
+        for verdict in self._view.verdicts_on(accused):
+            if self._drill is not None and self._drill.spares(accused, verdict.step):
+                continue
+            drawn = self.jury(verdict.draw, accused, verdict.accused_stage)
+            guilty = [juror for juror, _ in verdict.votes]
+            if convicts(accused=accused, jury=drawn, guilty=guilty, live=drawn):
+                self._convict(verdict, votes=len(set(guilty) & set(drawn)), jurors=len(drawn))
+                return
+
+    def _convict(self, verdict: Verdict, *, votes: int, jurors: int) -> None:
+        accused, now = verdict.accused, self._wall_clock()
+        text = f"audit: {verdict.reason} ({votes} of {jurors} jurors)"
+        if self._config.mode != "enforce":
+            if accused not in self._would_eject:
+                self._would_eject.add(accused)
+                self._telemetry.would_eject(accused, verdict.accused_stage, text)
+            return
+        self._handle(self.ledger.eject(accused, reason=Reason.AUDIT, until=verdict.expires, now=now), self._step, None)
+        self._on_ejected(accused, text, verdict.expires)
 
 
 def most_common_reason(accusations: list[Accusation]) -> str:

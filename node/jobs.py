@@ -5,10 +5,12 @@ Every method runs in the compute thread, one at a time, and nothing here awaits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from node.boundary import Boundary, Incoming, Outgoing
-from node.guard import Guard, Judged
+from node.guard import FlaggedError, Guard, Judged
 from node.stage import StageRunner
 from node.telemetry import Telemetry
 from node.work import Returned, Work
@@ -16,7 +18,18 @@ from protocol.errors import MessageError
 from protocol.framing import Buffer
 from protocol.manifest import Manifest
 from protocol.messages import Train, Trained
+from protocol.receipts import check_input_receipt, check_receipt
 from verifier.verdicts import Direction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A gradient that came back with its receipts in order."""
+
+    incoming: Incoming
+    judged: Judged | None
+    """None if the statistics refuse it."""
+    flag: FlaggedError | None
 
 
 class StageJobs:
@@ -26,12 +39,16 @@ class StageJobs:
         self,
         *,
         manifest: Manifest,
+        stage: int,
         boundary: Boundary,
         guard: Guard,
         runner: StageRunner,
         telemetry: Telemetry,
     ) -> None:
         self._manifest = manifest
+        self._swarm = bytes.fromhex(manifest.swarm_id)
+        self._stage = stage
+        self._last = manifest.num_stages - 1
         self._boundary = boundary
         self._guard = guard
         self._runner = runner
@@ -42,9 +59,15 @@ class StageJobs:
         with self._telemetry.phase("forward"):
             output = self._runner.forward(key, value)
         with self._telemetry.phase("send"):
-            return self._boundary.outgoing(output, step=step, microbatch=microbatch, direction=Direction.ACTIVATION)
+            return self._boundary.outgoing(
+                output,
+                step=step,
+                microbatch=microbatch,
+                direction=Direction.ACTIVATION,
+                received=value if value.is_floating_point() else None,
+            )
 
-    def _check(
+    def _decode(
         self,
         message: Train | Trained,
         body: Buffer,
@@ -53,38 +76,30 @@ class StageJobs:
         step: int,
         microbatch: int,
         direction: Direction,
-        replicas: int,
-    ) -> tuple[Incoming, Judged]:
-        """Decode what came and judge it."""
-        with self._telemetry.phase("check"):
-            incoming = self._boundary.incoming(
-                body,
-                dtype=message.dtype,
-                shape=message.shape,
-                hop=message.hop,
-                input_hop=message.input_hop,
-                sender=sender,
-                step=step,
-                microbatch=microbatch,
-                direction=direction,
-            )
-            judged = self._guard.judge(
-                incoming, sender=sender, step=step, microbatch=microbatch, direction=direction, replicas=replicas
-            )
-            return incoming, judged
+    ) -> Incoming:
+        return self._boundary.incoming(
+            body,
+            dtype=message.dtype,
+            shape=message.shape,
+            hop=message.hop,
+            input_hop=message.input_hop,
+            sender=sender,
+            step=step,
+            microbatch=microbatch,
+            direction=direction,
+        )
 
     def _take_activation(
         self, step: int, sender: str, message: Train, body: Buffer, replicas: int
     ) -> tuple[Incoming, Judged]:
-        return self._check(
-            message,
-            body,
-            sender=sender,
-            step=step,
-            microbatch=message.microbatch,
-            direction=Direction.ACTIVATION,
-            replicas=replicas,
-        )
+        """Decode an activation and judge it."""
+        direction, microbatch = Direction.ACTIVATION, message.microbatch
+        with self._telemetry.phase("check"):
+            incoming = self._decode(message, body, sender=sender, step=step, microbatch=microbatch, direction=direction)
+            judged = self._guard.judge(
+                incoming, sender=sender, step=step, microbatch=microbatch, direction=direction, replicas=replicas
+            )
+            return incoming, judged
 
     def receive(
         self, key: int, step: int, sender: str, message: Train, body: Buffer, replicas: int
@@ -120,22 +135,40 @@ class StageJobs:
         return outgoing, loss, incoming, judged
 
     def receive_gradient(
-        self, step: int, microbatch: int, peer: str, trained: Trained, body: Buffer, replicas: int
-    ) -> tuple[Incoming, Judged]:
-        """Check a gradient that came back.
+        self, step: int, microbatch: int, peer: str, trained: Trained, body: Buffer, sent: bytes, replicas: int
+    ) -> Arrival:
+        """Check a gradient that came back for an activation of digest ``sent``, and its receipts.
 
         Raises:
-            RemoteError: it must not be used.
+            RemoteError: it, or a receipt, is not what it should be. What the statistics alone refuse is told in
+                the result, since its receipts are good for an audit.
         """
-        return self._check(
-            trained,
-            body,
-            sender=peer,
-            step=step,
-            microbatch=microbatch,
-            direction=Direction.GRADIENT,
-            replicas=replicas,
-        )
+        direction = Direction.GRADIENT
+        with self._telemetry.phase("check"):
+            incoming = self._decode(trained, body, sender=peer, step=step, microbatch=microbatch, direction=direction)
+            receipt = check_receipt(
+                trained.receipt,
+                self._swarm,
+                peer=peer,
+                stage=self._stage + 1,
+                step=step,
+                microbatch=microbatch,
+                received=sent,
+                returned=incoming.digest,
+            )
+            if receipt.stage < self._last:
+                below = check_input_receipt(trained.input_receipt, self._swarm, of=receipt)
+                if (below.peer, below.returned) != (incoming.input_from, incoming.input_digest):
+                    raise MessageError("a receipt and a hop of the stage below do not fit together", kind="receipt")
+            elif receipt.sent:
+                raise MessageError("the last stage sends nothing on", kind="receipt")
+            try:
+                judged = self._guard.judge(
+                    incoming, sender=peer, step=step, microbatch=microbatch, direction=direction, replicas=replicas
+                )
+            except FlaggedError as flag:
+                return Arrival(incoming=incoming, judged=None, flag=flag)
+            return Arrival(incoming=incoming, judged=judged, flag=None)
 
     def backward(self, key: int, step: int, microbatch: int, returned: Returned) -> Outgoing:
         """Backward of a middle stage; the gradient of its input is ready to be sent."""
@@ -143,7 +176,13 @@ class StageJobs:
             gradient = self._runner.backward(key, returned.incoming.tensor)
         assert gradient is not None
         with self._telemetry.phase("send"):
-            return self._boundary.outgoing(gradient, step=step, microbatch=microbatch, direction=Direction.GRADIENT)
+            return self._boundary.outgoing(
+                gradient,
+                step=step,
+                microbatch=microbatch,
+                direction=Direction.GRADIENT,
+                received=returned.incoming.tensor,
+            )
 
     def train_alone(self, key: int, tokens: torch.Tensor) -> float:
         """Both ways through the only stage that there is."""

@@ -20,15 +20,17 @@ from protocol.errors import RecordError, SentinelError
 from protocol.fields import decode
 from protocol.identity import Identity
 from protocol.messages import Empty, Method, Push
+from protocol.record_cache import check_record
 from protocol.records import (
     Accusation,
     Claim,
     NodeState,
     Record,
+    Verdict,
     accusation_key,
     claim_key,
-    parse_record,
     sign_claim,
+    verdict_key,
 )
 from protocol.transports.base import RecordKeeper, Request, Response, Route
 from protocol.transports.sessions import DialingTransport
@@ -38,6 +40,9 @@ log = logging.getLogger(__name__)
 PUSH_SECONDS = 5.0
 RECORDS_PER_PUSH = 32
 """Records of 4 KiB that fit the head of one frame with room to spare."""
+MAX_TOLD = 64
+"""Peers of a swarm that are all told of news directly. In a larger one, where that would take a connection for
+each pair of nodes, those are told who deal with this node or with the accused; the others read the DHT."""
 POLL_FORMING_SECONDS = 1.0
 POLL_SECONDS = 5.0
 REDIAL_SECONDS = 4.0
@@ -64,7 +69,7 @@ class Membership:
         timing: Timing,
         transport: DialingTransport,
         store: RecordKeeper,
-        on_accusation: Callable[[Accusation], None],
+        on_finding: Callable[[Accusation | Verdict], None],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.view = View(num_stages)
@@ -73,7 +78,7 @@ class Membership:
         self._timing = timing
         self._transport = transport
         self._store = store
-        self._on_accusation = on_accusation
+        self._on_finding = on_finding
         self._wall_clock = wall_clock
         self._claim: Claim | None = None
         self._changed = asyncio.Event()
@@ -202,13 +207,19 @@ class Membership:
         if mine is not None:
             await self.push([mine], self._push_targets())
 
-    async def publish_accusation(self, data: bytes, accusation: Accusation) -> None:
-        """Write an accusation to the DHT, and push it to everyone concerned, the accused among them."""
-        self.take(accusation, data)
-        await asyncio.gather(self._store_quietly(data), self.push([data], {*self._push_targets(), accusation.accused}))
+    async def publish_finding(self, data: bytes, finding: Accusation | Verdict) -> None:
+        """Write an accusation or verdict to the DHT, and push it to everyone concerned, the accused among them."""
+        self.take(finding, data)
+        targets = {*self._push_targets(finding.accused_stage), finding.accused}
+        await asyncio.gather(self._store_quietly(data), self.push([data], targets))
 
-    def _push_targets(self) -> set[str]:
-        return {*self.view.claims, *self._transport.connected(), *self._extra_peers}
+    def _push_targets(self, *stages: int) -> set[str]:
+        """Whom to tell directly: everybody, or in a large swarm who is near this node or near one of ``stages``."""
+        known = {*self.view.claims, *self._transport.connected(), *self._extra_peers}
+        if len(known) <= MAX_TOLD or self._claim is None:
+            return known
+        near = {stage + way for stage in (self._claim.stage, *stages) for way in (-1, 0, 1)}
+        return {*self._extra_peers, *(claim.peer for stage in near for claim in self.view.replicas(stage))}
 
     async def _store_quietly(self, data: bytes) -> None:
         try:
@@ -225,7 +236,7 @@ class Membership:
             if record.peer != self.me:
                 self._transport.learn(record.peer, record.addresses)
         elif news:
-            self._on_accusation(record)
+            self._on_finding(record)
         if news:
             self.notify()
         return news
@@ -234,7 +245,7 @@ class Membership:
         message = decode(Push, request.head)
         for data in message.records:
             try:
-                record = parse_record(data, swarm=self._swarm, now=self._wall_clock())
+                record = check_record(data, swarm=self._swarm, now=self._wall_clock())
             except RecordError as error:
                 if error.kind != "expired":
                     raise
@@ -247,10 +258,11 @@ class Membership:
         self._extra_peers[peer] = None
 
     async def refresh(self) -> None:
-        """Read the claims of every stage, and the accusations against this node and its neighbours."""
+        """Read the claims of every stage, and the accusations and verdicts against whoever is in the view."""
         swarm = self._swarm.hex()
         keys = [claim_key(swarm, stage) for stage in range(self.view.num_stages)]
-        keys += [accusation_key(swarm, peer) for peer in {*self.view.claims, self.me}]
+        peers = {*self.view.claims, self.me}
+        keys += [key(swarm, peer) for peer in peers for key in (accusation_key, verdict_key)]
         try:
             records = await self._store.fetch(keys)
         except (SentinelError, OSError) as error:
@@ -264,7 +276,7 @@ class Membership:
         response = await self._transport.call(peer, Method.VIEW, Empty(), timeout=PUSH_SECONDS)
         for data in decode(Push, response.head).records:
             try:
-                record = parse_record(data, swarm=self._swarm, now=self._wall_clock())
+                record = check_record(data, swarm=self._swarm, now=self._wall_clock())
             except RecordError:
                 continue  # expired on the way; whoever wrote it will write it anew
             self.take(record, data)

@@ -32,6 +32,7 @@ REASONS: Final = tuple(reason.value for reason in Reason)
 DIRECTIONS: Final = tuple(direction.value for direction in Direction)
 METHODS: Final = tuple(method.value for method in Method)
 DHT_OPERATIONS: Final = ("store", "get")
+AUDIT_OUTCOMES: Final = ("honest", "guilty", "disputed", "parameters", "expired", "inconclusive", "skipped")
 AVERAGING_OUTCOMES: Final = ("committed", "refetched", "failed")
 
 REMOTE_KINDS: Final = tuple(
@@ -40,6 +41,7 @@ REMOTE_KINDS: Final = tuple(
             *("remote", "version", "swarm", "frame", "message", "tensor", "record", "refused", "flagged"),
             *("internal", "unavailable", "busy", "too_old", "not_yet", "not_started", "not_admitted"),
             *("unknown_peer", "unknown_method", "incomplete", "range", "round", "digest", "snapshot"),
+            *("expired", "no_evidence", "no_data", "not_drawn", "inconclusive"),
             *REASONS,
         )
     )
@@ -154,10 +156,19 @@ class Metrics:
         self.ejections = self._counter(
             "ejections_total", "Ejections that this node has seen, and those of itself.", "kind"
         )
+        self.audits = self._counter("audits_total", "Audits that this node asked for, by how they ended.", "outcome")
+        self.audit_seconds = self._histogram(
+            "audit_seconds", "Seconds from the opening of an audit to its end.", STEP_BUCKETS
+        )
+        self.votes = self._counter("votes_total", "Votes of this node as a juror in audits.", "vote")
         self.accusations = self._counter("accusations_total", "Accusations sent and received.", "direction")
         self.drill_active = self._gauge(
             "drill_active", "1 while this node attacks the swarm on purpose, to test it.", "attack"
         )
+        for outcome in AUDIT_OUTCOMES:
+            self.audits.labels(outcome=outcome)
+        for vote in ("guilty", "honest"):
+            self.votes.labels(vote=vote)
         for kind in ("seen", "self"):
             self.ejections.labels(kind=kind)
         for direction in ("sent", "received"):
@@ -212,6 +223,12 @@ class Metrics:
         self.dht_seconds.labels(operation=label).observe(seconds)
         if not ok:
             self.dht_failures.labels(operation=label).inc()
+
+    def audited(self, outcome: str, seconds: float | None) -> None:
+        """An audit ended like this; ``seconds`` is None where it did not begin."""
+        self.audits.labels(outcome=bounded(outcome, AUDIT_OUTCOMES)).inc()
+        if seconds is not None:
+            self.audit_seconds.observe(seconds)
 
     def averaging_done(self, outcome: str, seconds: float) -> None:
         """An averaging round ended as committed, refetched or failed."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from node.barrier import EndBarrier
 from node.guard import Guard, Judged
 from node.membership import Membership
 from protocol.errors import RefusedError, RemoteError, SentinelError
-from protocol.fields import decode
+from protocol.fields import decode, encode
 from protocol.manifest import Manifest
-from protocol.messages import Cleared, End, Method
+from protocol.messages import Cleared, End, EndAnswer, Method
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
 
@@ -28,7 +29,14 @@ class Notices:
     """Sends and takes a stage's notices."""
 
     def __init__(
-        self, *, manifest: Manifest, stage: int, transport: Transport, membership: Membership, guard: Guard
+        self,
+        *,
+        manifest: Manifest,
+        stage: int,
+        transport: Transport,
+        membership: Membership,
+        guard: Guard,
+        digest_at: Callable[[int], bytes | None],
     ) -> None:
         self._manifest = manifest
         self._swarm = bytes.fromhex(manifest.swarm_id)
@@ -36,6 +44,7 @@ class Notices:
         self._transport = transport
         self._membership = membership
         self._guard = guard
+        self._digest_at = digest_at
         self._next_step = 0
         self._barriers: dict[int, EndBarrier] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -62,16 +71,21 @@ class Notices:
         return [claim.peer for claim in self._membership.view.roster(stage, step, without=without)]
 
     async def send_end(self, step: int, loss: float, microbatches: int) -> None:
-        """Tell every replica of the next stage that no more work comes; repeats until each took it or left."""
+        """Tell every replica of the next stage that no more work comes; repeats until each took it or left.
+
+        They answer with the digest of their parameters, so that one that differs from its siblings shows.
+        """
         message = End(step=step, loss=loss, microbatches=microbatches)
         told: set[str] = set()
+        digests: dict[str, bytes] = {}
 
         async def tell(peer: str) -> None:
             try:
-                await self._transport.call(
+                response = await self._transport.call(
                     peer, Method.END, message, timeout=self._manifest.network.hop_timeout_seconds
                 )
                 told.add(peer)
+                digests[peer] = decode(EndAnswer, response.head).parameters
             except RemoteError as error:
                 log.debug("peer %s refused the end of step %d: %s", peer[-8:], step, error)
                 # A replica that is still getting ready, or has not heard of this node, needs its END later:
@@ -95,6 +109,8 @@ class Notices:
             if untold():
                 await self._membership.wait_until(lambda: False, RETRY_SECONDS)
             else:
+                self._guard.compare_parameters(digests, step)
+                digests.clear()
                 await self._membership.wait_until(lambda: bool(untold()), 2.0)
 
     async def _serve_end(self, request: Request) -> Response:
@@ -103,7 +119,7 @@ class Notices:
             raise RefusedError(f"step {message.step} is not the present one", kind="wrong_step")
         self.barrier(message.step).end(request.peer, message.loss)
         self._membership.notify()
-        return Response()
+        return Response(head=encode(EndAnswer(parameters=self._digest_at(message.step) or b"")))
 
     def tell_cleared(self, judged: Judged, step: int, microbatch: int) -> None:
         """Show the siblings that what they may have flagged was the content of a microbatch."""

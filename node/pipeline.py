@@ -9,31 +9,45 @@ repeated on another replica; what is not complete is never counted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from node.auditor import Auditor, Case
 from node.boundary import Boundary, Incoming, Outgoing
 from node.downstream import Downstream
-from node.guard import Guard
+from node.drill import Drill
+from node.evidence import EvidenceStore, Kept
+from node.guard import FlaggedError, Guard, score_of
 from node.jobs import StageJobs
 from node.membership import Membership
 from node.notices import Notices
 from node.stage import StageRunner
 from node.telemetry import Telemetry
 from node.wiring import Dealer, Wire
-from node.work import Step, Work
+from node.work import Returned, Step, Work
 from node.worker import ComputeWorker, Priority
 from protocol.errors import MessageError, RefusedError, RemoteError
 from protocol.fields import decode, encode
 from protocol.framing import Buffer
-from protocol.hops import check_tokens, sign_receipt, sign_tokens
+from protocol.hops import check_tokens, sign_tokens
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import Method, Train, Trained
+from protocol.receipts import sign_receipt
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
 from verifier.verdicts import Direction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """What went on to the next stage, and what came back for it."""
+
+    forwarded: Outgoing
+    returned: Returned
 
 
 class Pipeline:
@@ -49,10 +63,15 @@ class Pipeline:
         membership: Membership,
         boundary: Boundary,
         guard: Guard,
+        auditor: Auditor,
+        evidence: EvidenceStore,
         runner: StageRunner,
         worker: ComputeWorker,
         telemetry: Telemetry,
+        digest_at: Callable[[int], bytes | None],
+        drill: Drill | None = None,
     ) -> None:
+        """``digest_at(step)`` is the digest of this node's parameters in a step, if it still knows it."""
         self._identity = identity
         self._manifest = manifest
         self._swarm = bytes.fromhex(manifest.swarm_id)
@@ -63,7 +82,12 @@ class Pipeline:
         self._guard = guard
         self._worker = worker
         self._telemetry = telemetry
-        self._jobs = StageJobs(manifest=manifest, boundary=boundary, guard=guard, runner=runner, telemetry=telemetry)
+        self._auditor = auditor
+        self._evidence = evidence
+        self._drill = drill
+        self._jobs = StageJobs(
+            manifest=manifest, stage=stage, boundary=boundary, guard=guard, runner=runner, telemetry=telemetry
+        )
         self._downstream = Downstream(
             manifest=manifest,
             stage=stage,
@@ -72,11 +96,19 @@ class Pipeline:
             membership=membership,
             boundary=boundary,
             guard=guard,
+            auditor=auditor,
             jobs=self._jobs,
             worker=worker,
             telemetry=telemetry,
         )
-        self.notices = Notices(manifest=manifest, stage=stage, transport=transport, membership=membership, guard=guard)
+        self.notices = Notices(
+            manifest=manifest,
+            stage=stage,
+            transport=transport,
+            membership=membership,
+            guard=guard,
+            digest_at=digest_at,
+        )
         self._step: Step | None = None
         self._next_step = 0
         self._slots = asyncio.Semaphore(manifest.network.in_flight)
@@ -104,6 +136,7 @@ class Pipeline:
         """Close a step: later work of it is refused."""
         step.closed = True
         self._next_step = step.number + 1
+        self._evidence.forget_before(step.number)
 
     @property
     def waiting_reason(self) -> str:
@@ -230,26 +263,49 @@ class Pipeline:
                         body,
                         replicas,
                     )
-                    input_hop, outlier = None, False
+                    passed: Passed | None = None
                 else:
                     forwarded, incoming, judged = await self._worker.run(
                         Priority.FORWARD, self._jobs.receive, key, step.number, request.peer, message, body, replicas
                     )
                     returned = await self._downstream.finish(step, work, forwarded)
-                    loss, input_hop, outlier = returned.loss, returned.incoming.hop, returned.outlier
+                    passed, loss = Passed(forwarded=forwarded, returned=returned), returned.loss
                     outgoing = await self._worker.run(
                         Priority.BACKWARD, self._jobs.backward, key, step.number, message.microbatch, returned
                     )
                 self._guard.note(judged, step.number, message.microbatch)
                 self.notices.tell_cleared(judged, step.number, message.microbatch)
                 await self._worker.run(Priority.CHECK, self._jobs.accept, judged)
+            except FlaggedError:
+                self._audit_first_stage(step, request.peer, message, work, body, score=math.inf)
+                raise
             finally:
                 self._telemetry.in_flight(-1)
                 await self._discard(key)
+        self._audit_first_stage(step, request.peer, message, work, body, score=score_of(judged))
         self._guard.credit(request.peer, step.number)
         self._completed(step, message.microbatch, loss)
-        outlier = outlier or bool(judged.cleared)
-        return self._answer(step, message.microbatch, loss, incoming, outgoing, input_hop, outlier)
+        return self._answer(step, message.microbatch, loss, incoming, outgoing, passed, bool(judged.cleared))
+
+    def _audit_first_stage(
+        self, step: Step, sender: str, message: Train, work: Work, body: Buffer, *, score: float
+    ) -> None:
+        """Nobody calls the first stage, so the second one has it audited."""
+        if self._stage != 1:
+            return
+        case = Case(
+            accused=sender,
+            stage=0,
+            step=step.number,
+            microbatch=message.microbatch,
+            statement=message.hop,
+            tensors=(body,),
+            tokens=work.tokens,
+            origin=work.origin,
+            origin_signature=work.origin_signature,
+            flagged=math.isinf(score),
+        )
+        self._auditor.consider(case, score=score)
 
     def _open(self, step: Step, request: Request, message: Train) -> tuple[Work, Buffer]:
         """Split the body and check the tokens against their origin's signature."""
@@ -285,27 +341,37 @@ class Pipeline:
         loss: float,
         incoming: Incoming,
         outgoing: Outgoing,
-        input_hop: bytes | None,
+        passed: Passed | None,
         outlier: bool,
     ) -> Response:
+        returned = None if passed is None else passed.returned
+        signed_digest = outgoing.digest
+        if self._drill is not None:
+            signed_digest = self._drill.receipt_digest(signed_digest, step.number)
         receipt = sign_receipt(
             self._identity,
             self._swarm,
+            stage=self._stage,
             step=step.number,
             microbatch=microbatch,
             received=incoming.digest,
-            returned=outgoing.digest,
+            sent=b"" if passed is None else passed.forwarded.digest,
+            got=b"" if returned is None else returned.incoming.digest,
+            returned=signed_digest,
             parameters=step.parameters,
         )
+        if passed is not None:
+            kept = Kept(sent=passed.forwarded.buffers, got=passed.returned.body, input_receipt=passed.returned.receipt)
+            self._evidence.add(step.number, microbatch, outgoing.digest, kept)
         head = Trained(
             loss=loss,
             dtype=outgoing.dtype,
             shape=outgoing.shape,
             hop=outgoing.hop,
-            input_hop=input_hop,
+            input_hop=None if returned is None else returned.incoming.hop,
             receipt=receipt,
-            parameters=step.parameters,
-            outlier=outlier,
+            input_receipt=None if returned is None else returned.receipt,
+            outlier=outlier or (returned is not None and returned.outlier),
         )
         return Response(head=encode(head), body=outgoing.buffers)
 

@@ -13,6 +13,7 @@ from node.daemon import Node
 from node.settings import NodeSettings
 from node.simulation import SimulatedNetwork
 from node.state_folder import StateFolder
+from node.worker import InlineWorker
 from protocol.errors import SentinelError
 from protocol.identity import Identity
 from protocol.invite import Invite, parse_invite
@@ -47,8 +48,9 @@ class Member:
 class SimulatedSwarm:
     """Nodes on one fabric; use ``simulated``."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, *, inline: bool = False) -> None:
         self.manifest = manifest
+        self._make_worker = InlineWorker if inline else None
         self.fabric = MemoryNetwork()
         self.members: list[Member] = []
         self._folder = folder
@@ -93,7 +95,13 @@ class SimulatedSwarm:
         invite: Invite | None = settings.get("invite")
         swarm = self._swarm if invite is None else bytes.fromhex(invite.swarm_id)
         network = SimulatedNetwork(identity=identity, swarm=swarm, fabric=self.fabric, records=self._records)
-        node = Node(NodeSettings(state_dir=path, http_port=None, **settings), folder, identity, network=network)
+        node = Node(
+            NodeSettings(state_dir=path, http_port=None, **settings),
+            folder,
+            identity,
+            network=network,
+            make_worker=self._make_worker,
+        )
         network.observer = node.telemetry
         task = asyncio.get_running_loop().create_task(node.run())
         task.add_done_callback(lambda _: folder.close())
@@ -103,9 +111,13 @@ class SimulatedSwarm:
 
 
 @contextlib.asynccontextmanager
-async def simulated(folder: Path, manifest: Manifest) -> AsyncIterator[SimulatedSwarm]:
-    """A swarm whose nodes have all ended when the block does."""
-    swarm = SimulatedSwarm(folder, manifest)
+async def simulated(folder: Path, manifest: Manifest, *, inline: bool = False) -> AsyncIterator[SimulatedSwarm]:
+    """A swarm whose nodes have all ended when the block does.
+
+    ``inline``: compute in the event loop instead of in a thread for each node, which is faster where many nodes
+    share one core.
+    """
+    swarm = SimulatedSwarm(folder, manifest, inline=inline)
     try:
         yield swarm
     finally:

@@ -171,15 +171,23 @@ class StageRunner:
         return len(self._pending)
 
     def replay(
-        self, received: Tensor, grad_output: Tensor | None = None, targets: Tensor | None = None
+        self,
+        received: Tensor,
+        grad_output: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        parameters: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute a microbatch again, both ways, without a trace in the gradient sum: for audits.
+
+        Args:
+            parameters: float32 [P], others than the present ones, in the order of the layout.
 
         Returns:
             The output (float32 [B, T, d], or the loss as a scalar) and the gradient of ``received`` (None in
             the first stage), on the CPU.
         """
-        pending = self._compute(received, targets)
+        pending = self._compute(received, targets, parameters)
         if self._module.first:
             return _to_cpu(pending.output), None
         (gradient,) = self._differentiate(pending, grad_output, [pending.received])
@@ -220,7 +228,7 @@ class StageRunner:
         self._pending.clear()
         self._sum, self._count = None, 0
 
-    def _compute(self, received: Tensor, targets: Tensor | None) -> _Pending:
+    def _compute(self, received: Tensor, targets: Tensor | None, parameters: Tensor | None = None) -> _Pending:
         if (targets is not None) != self._module.last:
             raise StageError("targets belong to the last stage, and to no other")
         if targets is not None:
@@ -230,7 +238,11 @@ class StageRunner:
         else:
             leaf = received.detach().to(self._device, torch.float32).requires_grad_(True)
         with torch.enable_grad(), self._precision():
-            output: Tensor = self._module(leaf, targets)
+            if parameters is None:
+                output: Tensor = self._module(leaf, targets)
+            else:
+                others = {slot.name: slot.view(parameters) for slot in self.layout}
+                output = torch.func.functional_call(self._module, others, (leaf, targets))
         return _Pending(received=leaf, output=output, version=self._flat._version)
 
     def _differentiate(self, pending: _Pending, grad_output: Tensor | None, leaves: list[Tensor]) -> tuple[Tensor, ...]:

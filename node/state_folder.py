@@ -1,7 +1,7 @@
 """A node's state folder: who uses it, where its files are, and writing them whole or not at all.
 
-The folder holds the identity, the last good peers and what runs left to read. One process uses it at a time:
-a lock, which the kernel drops when that process ends in whatever way, keeps a second one out.
+The folder holds the identity, the last good peers, the verdicts about peers and what runs left to read. One process
+uses it at a time: a lock, which the kernel drops when that process ends in whatever way, keeps a second one out.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ class StateFolder:
     def peers_path(self) -> Path:
         """The cache of the last good peers."""
         return self.path / "peers.json"
+
+    @property
+    def verdicts_path(self) -> Path:
+        """What this node and its swarm hold against peers."""
+        return self.path / "verdicts.json"
 
     @property
     def summary_path(self) -> Path:
@@ -132,6 +137,30 @@ class StateFolder:
         """
         write_atomically(self.path / name, json.dumps(value, indent=1, default=str).encode())
 
+    def read(self, name: str, *, at_most: int) -> bytes:
+        """The content of a file of the folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            OSError: it cannot be read.
+            ValueError: it has more than ``at_most`` bytes; no more than that are read.
+        """
+        with (self.path / name).open("rb") as file:
+            data = file.read(at_most + 1)
+        if len(data) > at_most:
+            raise ValueError(f"it has more than {at_most} bytes")
+        return data
+
+    def set_aside(self, name: str) -> Path:
+        """Keep a damaged file as NAME.damaged, in place of an older one, and return where it is now.
+
+        Raises:
+            OSError: it cannot be renamed.
+        """
+        aside = self.path / f"{name}.damaged"
+        os.replace(self.path / name, aside)
+        return aside
+
     def save_peers(self, addresses: Iterable[str]) -> None:
         """Remember addresses of live peers, newest first, for the next start. No addresses change nothing."""
         if kept := list(dict.fromkeys(addresses))[:MAX_CACHED_PEERS]:
@@ -140,11 +169,7 @@ class StateFolder:
     def load_peers(self) -> list[str]:
         """The remembered addresses that are still well-formed; a damaged file is as good as none."""
         try:
-            with self.peers_path.open("rb") as file:
-                data = file.read(MAX_PEERS_BYTES + 1)
-            if len(data) > MAX_PEERS_BYTES:
-                raise ValueError("it is too large")
-            found = json.loads(data)["peers"]
+            found = json.loads(self.read("peers.json", at_most=MAX_PEERS_BYTES))["peers"]
             if not isinstance(found, list):
                 raise ValueError("it holds no list")
         except FileNotFoundError:

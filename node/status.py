@@ -57,6 +57,8 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         "microbatches_refused": counters.refused,
         "microbatches_lost": counters.lost,
         "flags": counters.flags,
+        "audits": counters.audits,
+        "votes": counters.votes,
         "bytes_in": counters.bytes_in,
         "bytes_out": counters.bytes_out,
         "drill": _drill(node),

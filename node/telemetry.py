@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from node.metrics import Metrics
+from node.metrics import PHASES, Metrics
 from protocol.errors import RemoteError, SentinelError
 from protocol.messages import StreamKind
 from protocol.transports.base import Observer
@@ -47,6 +47,8 @@ class Counters:
     refused: int = 0
     lost: int = 0
     flags: int = 0
+    audits: int = 0
+    votes: int = 0
     steps: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
@@ -65,6 +67,14 @@ class Telemetry(Observer):
         self.microbatches_in_flight = 0
         self._tokens_per_microbatch = tokens_per_microbatch
         self._step_ended: deque[tuple[float, int]] = deque(maxlen=32)
+        # Looked up once: these are touched many times for each microbatch, and a look-up costs more than the count.
+        self._phase_seconds = {phase: metrics.phase_seconds.labels(phase=phase) for phase in PHASES}
+        self._stream_bytes = {
+            (direction, stream): metrics.stream_bytes.labels(direction=direction, stream=stream.value)
+            for direction in ("in", "out")
+            for stream in StreamKind
+        }
+        self._completed = metrics.microbatches.labels(outcome="completed")
 
     def set_tokens_per_microbatch(self, tokens: int) -> None:
         """Known once the manifest is."""
@@ -77,7 +87,7 @@ class Telemetry(Observer):
             self.counters.bytes_in += count
         else:
             self.counters.bytes_out += count
-        self.metrics.stream_bytes.labels(direction=direction, stream=stream.value).inc(count)
+        self._stream_bytes[direction, stream].inc(count)
 
     def request_done(self, method: str, outcome: str) -> None:
         self.metrics.request_done(method, outcome)
@@ -103,7 +113,7 @@ class Telemetry(Observer):
         try:
             yield
         finally:
-            self.metrics.phase_seconds.labels(phase=name).inc(time.perf_counter() - started)
+            self._phase_seconds[name].inc(time.perf_counter() - started)
 
     def in_flight(self, change: int) -> None:
         """A microbatch entered (+1) or left (-1) this node."""
@@ -114,7 +124,7 @@ class Telemetry(Observer):
         """A microbatch was trained here, both ways."""
         self.counters.microbatches += 1
         self.counters.tokens += self._tokens_per_microbatch
-        self.metrics.microbatches.labels(outcome="completed").inc()
+        self._completed.inc()
         self.metrics.contributed.inc()
         self.metrics.tokens.inc(self._tokens_per_microbatch)
 
@@ -192,6 +202,16 @@ class Telemetry(Observer):
     def would_eject(self, peer: str, stage: int, reason: str) -> None:
         """A quorum stands, but this swarm only observes."""
         self.event("would_eject", 0, peer=peer, stage=stage, text=f"would be ejected: {reason}")
+
+    def audited(self, outcome: str, seconds: float | None = None) -> None:
+        """An audit that this node asked for has ended."""
+        self.counters.audits += 1
+        self.metrics.audited(outcome, seconds)
+
+    def voted(self, guilty: bool) -> None:
+        """This node has voted as a juror."""
+        self.counters.votes += 1
+        self.metrics.votes.labels(vote="guilty" if guilty else "honest").inc()
 
     def event(self, kind: str, step: int, *, peer: str = "", stage: int | None = None, text: str = "") -> None:
         """Note something that a person wants to see."""

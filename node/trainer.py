@@ -16,9 +16,12 @@ import torch
 
 from node.averaging import Averager, Committed, Contribution, OutOfSyncError
 from node.barrier import Coverage, Deadline
+from node.baselines import Baselines
 from node.data import TokenStream
 from node.digest import parameter_digest
+from node.drill import Drill
 from node.guard import Guard
+from node.history import ParameterHistory
 from node.membership import Membership
 from node.optimizer import StepOptimizer
 from node.pipeline import Pipeline
@@ -61,8 +64,10 @@ class Trainer:
         optimizer: StepOptimizer,
         worker: ComputeWorker,
         telemetry: Telemetry,
+        history: ParameterHistory,
         data: TokenStream | None,
         set_state: Callable[[NodeState, str], None],
+        drill: Drill | None = None,
     ) -> None:
         """``data`` is needed at stage 0 only. ``set_state`` tells the state and why the node is in it."""
         self._manifest = manifest
@@ -76,6 +81,8 @@ class Trainer:
         self._optimizer = optimizer
         self._worker = worker
         self._telemetry = telemetry
+        self._history = history
+        self._drill = drill
         self._data = data
         self._set_state = set_state
         self._deadline = Deadline(first_limit=FIRST_LIMIT_SECONDS)
@@ -85,7 +92,7 @@ class Trainer:
         self._between_steps = asyncio.Lock()
         self.step = 0
         """Steps applied; also the number of the step that comes next, or is under way."""
-        self.parameters = parameter_digest(runner.flat_parameters())
+        self.parameters = history.digest_at(0) or b""
         self.averager = Averager(
             me=membership.me,
             transport=transport,
@@ -97,6 +104,13 @@ class Trainer:
             on_stalled=self._stalled,
             hop_seconds=manifest.network.hop_timeout_seconds,
             on_failed_round=telemetry.round_failed,
+        )
+        self.baselines = Baselines(
+            transport=transport,
+            membership=membership,
+            guard=guard,
+            siblings=self._siblings,
+            is_sibling=self._is_sibling,
         )
         self.state_server = StateServer(transport, freeze=self._freeze, is_sibling=self._is_sibling)
         if stage == 0:
@@ -125,6 +139,7 @@ class Trainer:
         for task in list(self._ends):
             task.cancel()
         await asyncio.gather(*self._ends, return_exceptions=True)
+        await self.baselines.close()
 
     # one step ------------------------------------------------------------------------
 
@@ -324,13 +339,21 @@ class Trainer:
             self.step = committed.step + 1
         self._telemetry.applied(committed.step, self.parameters)
         self.averager.remember(committed)
+        self.baselines.share(committed.step)
         self.state_server.forget_old(self.step)
         self._membership.update_claim(step=self.step, digest=self.parameters)
 
     def _apply_in_worker(self, mean: torch.Tensor, number: int) -> bytes:
         with self._telemetry.phase("optimizer"):
-            self._optimizer.apply(self._runner.flat_parameters(), mean, number)
-            digest = parameter_digest(self._runner.flat_parameters())
+            flat = self._runner.flat_parameters()
+            self._history.about_to_change()
+            if self._drill is not None:
+                self._drill.withdraw(flat)
+            self._optimizer.apply(flat, mean, number)
+            digest = parameter_digest(flat)
+            self._history.changed(number + 1, digest)
+            if self._drill is not None:
+                self._drill.inject(flat, number + 1)
         self._guard.end_step_checkers(number)
         return digest
 
@@ -391,6 +414,7 @@ class Trainer:
     def _load(self, state: StageState) -> None:
         self._runner.load_flat(state.parameters)
         self._optimizer.load(state.optimizer)
+        self._history.replaced(state.step, parameter_digest(state.parameters))
 
     async def _follow(self) -> None:
         """Apply what the siblings commit until this node's own first step comes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from protocol.records import Accusation, Claim, NodeState, Record
+from protocol.records import Accusation, Claim, NodeState, Record, Verdict
 
 TAKES_WORK = frozenset({NodeState.WAITING, NodeState.PROBATION, NodeState.TRAINING})
 """States in which a claim's owner serves its stage from ``active_from`` on."""
@@ -19,6 +19,7 @@ STALE_WAIT_STEPS = 2
 
 MAX_CLAIMS = 4096
 MAX_ACCUSATIONS = 4096
+MAX_VERDICTS = 1024
 
 
 @dataclass(slots=True)
@@ -30,12 +31,21 @@ class View:
     signed: dict[str, bytes] = field(default_factory=dict)
     accusations: dict[tuple[str, str], Accusation] = field(default_factory=dict)
     signed_accusations: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    verdicts: dict[tuple[str, str], Verdict] = field(default_factory=dict)
+    """By accused and writer."""
+    signed_verdicts: dict[tuple[str, str], bytes] = field(default_factory=dict)
     _newest: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _by_stage: dict[int, list[Claim]] = field(default_factory=dict, repr=False, compare=False)
+    """Claims of each stage in order of peer id; dropped whenever a claim changes, made again when asked for."""
 
     def merge(self, record: Record, data: bytes, now: float) -> bool:
         """Take a checked record in; true if it says anything new that matters to others."""
         if isinstance(record, Claim):
             return self._merge_claim(record, data, now)
+        if record.accused_stage >= self.num_stages:  # a stage without neighbours: nobody could judge there
+            return False
+        if isinstance(record, Verdict):
+            return self._merge_verdict(record, data)
         key = (record.accused, record.accuser)
         known = self.accusations.get(key)
         if known is not None and known.expires >= record.expires:
@@ -60,6 +70,9 @@ class View:
         if known is None and len(self.claims) >= MAX_CLAIMS:
             return False
         self._newest[claim.peer] = version
+        self._by_stage.pop(claim.stage, None)
+        if known is not None:
+            self._by_stage.pop(known.stage, None)
         self.claims[claim.peer] = claim
         self.signed[claim.peer] = data
         return known is None or (
@@ -67,9 +80,21 @@ class View:
             != (claim.stage, claim.state, claim.active_from, claim.addresses)
         )
 
+    def _merge_verdict(self, verdict: Verdict, data: bytes) -> bool:
+        key = (verdict.accused, verdict.writer)
+        known = self.verdicts.get(key)
+        if known is not None and known.expires >= verdict.expires:
+            return False
+        if known is None and len(self.verdicts) >= MAX_VERDICTS:
+            return False
+        self.verdicts[key] = verdict
+        self.signed_verdicts[key] = data
+        return True
+
     def mark_gone(self, peer: str) -> bool:
         """Note that a peer cannot be reached: its present claim no longer counts. True if it had one."""
         self.signed.pop(peer, None)
+        self._by_stage.clear()
         return self.claims.pop(peer, None) is not None
 
     def expire(self, now: float) -> list[str]:
@@ -78,9 +103,13 @@ class View:
         for peer in ended:
             del self.claims[peer]
             del self.signed[peer]
+            self._by_stage.clear()
         for key in [key for key, accusation in self.accusations.items() if accusation.expires <= now]:
             del self.accusations[key]
             del self.signed_accusations[key]
+        for key in [key for key, verdict in self.verdicts.items() if verdict.expires <= now]:
+            del self.verdicts[key]
+            del self.signed_verdicts[key]
         if len(self._newest) > 4 * MAX_CLAIMS:  # strangers who came and went
             self._newest = {peer: version for peer, version in self._newest.items() if peer in self.claims}
         return ended
@@ -92,8 +121,11 @@ class View:
 
     def replicas(self, stage: int, *, without: Collection[str] = ()) -> list[Claim]:
         """Live claims of a stage in any state, in order of peer id."""
-        found = [claim for claim in self.claims.values() if claim.stage == stage and claim.peer not in without]
-        return sorted(found, key=lambda claim: claim.peer)
+        held = self._by_stage.get(stage)
+        if held is None:
+            found = [claim for claim in self.claims.values() if claim.stage == stage]
+            held = self._by_stage[stage] = sorted(found, key=lambda claim: claim.peer)
+        return [claim for claim in held if claim.peer not in without]
 
     def roster(self, stage: int, step: int, *, without: Collection[str] = ()) -> list[Claim]:
         """The replicas of a stage that take work in this step, in order of peer id."""
@@ -126,7 +158,12 @@ class View:
         """Who accuses a peer: accuser -> accusation."""
         return {who: entry for (whom, who), entry in self.accusations.items() if whom == accused}
 
+    def verdicts_on(self, accused: str) -> list[Verdict]:
+        """What juries have found of a peer."""
+        return [verdict for (whom, _), verdict in self.verdicts.items() if whom == accused]
+
     def records(self) -> Iterable[bytes]:
         """The signed bytes of everything known, claims first."""
         yield from self.signed.values()
         yield from self.signed_accusations.values()
+        yield from self.signed_verdicts.values()

@@ -9,6 +9,7 @@ from node.boundary import Incoming
 from node.guard import Judged
 from node.wiring import Dealer
 from protocol.errors import RefusedError
+from protocol.framing import Buffer
 
 FORGIVABLE = frozenset({"busy", "wrong_step", "not_admitted", "unknown_peer", "unavailable", "not_started", "method"})
 """Refusals that pass: they say nothing about this node's work, and are tried again after a change."""
@@ -65,5 +66,9 @@ class Returned:
     incoming: Incoming
     judged: Judged
     peer: str
+    body: Buffer
+    """The gradient as it travelled."""
+    receipt: bytes
+    """The packed receipt of who returned it."""
     outlier: bool
     """Whether the microbatch was flagged further down and then cleared."""

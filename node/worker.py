@@ -141,6 +141,44 @@ class ComputeWorker:
             self._busy_seconds[kind] += time.perf_counter() - started
 
 
+class InlineWorker(ComputeWorker):
+    """Runs each job at once, where it is asked for: many nodes of a simulation share one process, and a thread for
+    each would only hand the interpreter's lock to and fro. While a job runs the event loop stands still."""
+
+    def __init__(self) -> None:
+        """Starts no thread."""
+        self._busy = dict.fromkeys(Priority, 0.0)
+        self._ended = False
+
+    async def run(self, priority: Priority, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        """``fn(*args)``. What it raises is raised here.
+
+        Raises:
+            WorkerClosedError: the worker was closed.
+        """
+        if self._ended:
+            raise WorkerClosedError("the compute worker has ended; the node is shutting down")
+        started = time.perf_counter()
+        try:
+            return fn(*args)
+        except StopIteration as error:
+            raise RuntimeError(f"a job raised StopIteration: {error}") from None  # as from a future
+        finally:
+            self._busy[priority] += time.perf_counter() - started
+
+    def queue_lengths(self) -> dict[Priority, int]:
+        """Nothing ever waits."""
+        return dict.fromkeys(Priority, 0)
+
+    def busy_seconds(self) -> dict[Priority, float]:
+        """Seconds spent on finished jobs of each kind, since the start."""
+        return dict(self._busy)
+
+    def close(self) -> None:
+        """Refuse jobs from now on."""
+        self._ended = True
+
+
 def _deliver(job: _Job, result: Any, error: BaseException | None) -> None:
     with contextlib.suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
         job.loop.call_soon_threadsafe(_settle, job.future, result, error)

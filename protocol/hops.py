@@ -1,8 +1,7 @@
-"""Signed statements about single microbatches: hops, receipts and the origin of tokens.
+"""Signed statements about single tensors: hops, and the origin of tokens.
 
-A hop says "this is the tensor that I sent", a receipt "this is what I got and what I gave
-back, computed with these parameters". All of them bind swarm, step and microbatch, so that
-none can be replayed from elsewhere.
+A hop says "this is the tensor that I sent". Both bind swarm, step and microbatch, so that none
+can be replayed from elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from protocol.errors import MessageError
 from protocol.framing import Buffer
 from protocol.identity import Identity, verify
 from protocol.messages import Hop
-from protocol.packing import pack, unpack
+from protocol.packing import pack
+from protocol.statements import open_statement
 
 NO_SIGNATURE = bytes(64)
 
@@ -60,6 +60,20 @@ def sign_hop(
     return pack(fields.encode(replace(hop, signature=signature)))
 
 
+def read_hop(data: bytes, swarm: bytes, *, sketch_bytes: int) -> Hop:
+    """Read a hop, whatever it is about, and check its signature.
+
+    Raises:
+        MessageError: kind "sketch"; it is malformed or not signed by its peer.
+    """
+    hop = open_statement(Hop, data, "sketch")
+    if len(hop.sketch) != sketch_bytes:
+        raise MessageError(f"a sketch has {len(hop.sketch)} bytes, not {sketch_bytes}", kind="sketch")
+    if not verify(hop.peer, "hop", _hop_bytes(hop, swarm), hop.signature):
+        raise MessageError("a hop is not signed by the peer that it names", kind="sketch")
+    return hop
+
+
 def open_hop(
     data: bytes, swarm: bytes, *, stage: int, step: int, microbatch: int, direction: str, sketch_bytes: int
 ) -> Hop:
@@ -68,23 +82,10 @@ def open_hop(
     Raises:
         MessageError: kind "sketch"; it is malformed, about something else, or not signed by its peer.
     """
-    try:
-        values = unpack(data)
-    except ValueError:
-        raise MessageError("a hop is not msgpack", kind="sketch") from None
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise MessageError("a hop is not a map", kind="sketch")
-    try:
-        hop = fields.decode(Hop, values)
-    except MessageError as error:
-        raise MessageError(str(error), kind="sketch") from None
+    hop = read_hop(data, swarm, sketch_bytes=sketch_bytes)
     about = (hop.stage, hop.step, hop.microbatch, hop.direction)
     if about != (stage, step, microbatch, direction):
         raise MessageError(f"a hop is about {about}, not {(stage, step, microbatch, direction)}", kind="sketch")
-    if len(hop.sketch) != sketch_bytes:
-        raise MessageError(f"a sketch has {len(hop.sketch)} bytes, not {sketch_bytes}", kind="sketch")
-    if not verify(hop.peer, "hop", _hop_bytes(hop, swarm), hop.signature):
-        raise MessageError("a hop is not signed by the peer that it names", kind="sketch")
     return hop
 
 
@@ -92,45 +93,15 @@ def _hop_bytes(hop: Hop, swarm: bytes) -> bytes:
     return pack([swarm, hop.peer, hop.stage, hop.step, hop.microbatch, hop.direction, hop.digest, hop.sketch])
 
 
-def _receipt_bytes(swarm: bytes, step: int, microbatch: int, parts: Sequence[bytes]) -> bytes:
-    return pack([swarm, step, microbatch, *parts])
-
-
-def sign_receipt(
-    identity: Identity,
-    swarm: bytes,
-    *,
-    step: int,
-    microbatch: int,
-    received: bytes,
-    returned: bytes,
-    parameters: bytes,
-) -> bytes:
-    """Signature over what a callee received, what it returned (body digests) and its parameters' digest."""
-    return identity.sign("receipt", _receipt_bytes(swarm, step, microbatch, (received, returned, parameters)))
-
-
-def check_receipt(
-    peer: str,
-    swarm: bytes,
-    signature: bytes,
-    *,
-    step: int,
-    microbatch: int,
-    received: bytes,
-    returned: bytes,
-    parameters: bytes,
-) -> bool:
-    """Whether a receipt is signed by the peer over exactly these facts."""
-    parts = (received, returned, parameters)
-    return verify(peer, "receipt", _receipt_bytes(swarm, step, microbatch, parts), signature)
+def _token_bytes(swarm: bytes, step: int, microbatch: int, tokens: Buffer) -> bytes:
+    return pack([swarm, step, microbatch, body_digest((tokens,))])
 
 
 def sign_tokens(identity: Identity, swarm: bytes, *, step: int, microbatch: int, tokens: Buffer) -> bytes:
     """The origin's signature over the tokens (int32 little endian) of a microbatch."""
-    return identity.sign("tokens", _receipt_bytes(swarm, step, microbatch, (body_digest((tokens,)),)))
+    return identity.sign("tokens", _token_bytes(swarm, step, microbatch, tokens))
 
 
 def check_tokens(peer: str, swarm: bytes, signature: bytes, *, step: int, microbatch: int, tokens: Buffer) -> bool:
     """Whether tokens are signed by their origin for this step and microbatch."""
-    return verify(peer, "tokens", _receipt_bytes(swarm, step, microbatch, (body_digest((tokens,)),)), signature)
+    return verify(peer, "tokens", _token_bytes(swarm, step, microbatch, tokens), signature)

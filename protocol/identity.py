@@ -40,6 +40,9 @@ _SIGNING_DOMAIN = b"sentinel:"
 MAX_CACHED_KEYS = 4096
 """Parsed public keys kept; above the number of live peers that one node talks to or reads records of."""
 
+MAX_CACHED_VERDICTS = 2048
+"""Answers of ``verify`` kept. Most are about statements of 2 KiB with a sketch, so that they take 4 MiB."""
+
 
 class Identity:
     """An Ed25519 key pair. Immutable; its ``repr`` shows the peer id and never the seed."""
@@ -136,19 +139,28 @@ def public_key_of(peer_id: str) -> bytes:
     """The raw public key (32 bytes) inside a peer id. Raises AddressError for anything but an Ed25519 id."""
     # base58 takes quadratic time and forgives trailing whitespace: hence the length first, the way back last.
     if isinstance(peer_id, str) and len(peer_id) == _PEER_ID_TEXT_BYTES and peer_id.isascii():
-        with contextlib.suppress(ValueError):
-            raw = base58.b58decode(peer_id)
-            public_key = raw[len(_PEER_ID_PREFIX) :]
-            if (
-                raw.startswith(_PEER_ID_PREFIX)
-                and len(public_key) == PUBLIC_KEY_BYTES
-                and peer_id_of(public_key) == peer_id
-            ):
-                return public_key
+        public_key = _decoded_key(peer_id)
+        if public_key is not None:
+            return public_key
     raise AddressError(
         f"{_short(peer_id)} is not a peer id, which begins with 12D3KooW and has {_PEER_ID_TEXT_BYTES}"
         " characters; copy it whole"
     )
+
+
+@lru_cache(maxsize=MAX_CACHED_KEYS)
+def _decoded_key(peer_id: str) -> bytes | None:
+    """The public key inside ASCII text of the right length; None if it holds none. Each claim names its peer thrice."""
+    with contextlib.suppress(ValueError):
+        raw = base58.b58decode(peer_id)
+        public_key = raw[len(_PEER_ID_PREFIX) :]
+        if (
+            raw.startswith(_PEER_ID_PREFIX)
+            and len(public_key) == PUBLIC_KEY_BYTES
+            and peer_id_of(public_key) == peer_id
+        ):
+            return public_key
+    return None
 
 
 def is_peer_id(text: object) -> bool:
@@ -163,8 +175,18 @@ def is_peer_id(text: object) -> bool:
 def verify(peer_id: str, context: str, data: bytes, signature: bytes) -> bool:
     """Whether ``signature`` is the peer's over ``data`` for the purpose ``context``. Never raises."""
     try:
-        _parsed_key(peer_id).verify(signature, _signed_bytes(context, data))
-    except (InvalidSignature, AddressError, ValueError, TypeError, AttributeError):
+        return _verified(peer_id, _signed_bytes(context, data), bytes(memoryview(signature)))
+    except (AddressError, ValueError, TypeError, AttributeError):
+        return False
+
+
+@lru_cache(maxsize=MAX_CACHED_VERDICTS)
+def _verified(peer_id: str, signed: bytes, signature: bytes) -> bool:
+    """The same answer for the same bytes: an audit looks again at what was checked when it arrived, and in a
+    simulation several nodes of one process check one statement."""
+    try:
+        _parsed_key(peer_id).verify(signature, signed)
+    except InvalidSignature:
         return False
     return True
 

@@ -281,10 +281,28 @@ class VerifierSection(Section):
         le=4096,
         description="Sampled elements of a tensor that stand for it in the sliced distance; more is finer and slower.",
     )
+    audit_rate: float = Field(
+        default=1 / 64,
+        ge=0.0,
+        le=1.0,
+        description="Share of microbatches that another replica computes again, to compare; costs as much"
+        " compute. 0 for no audits.",
+    )
+    audit_suspicion: float = Field(
+        default=16.0,
+        ge=1.0,
+        le=10_000.0,
+        description="How many times more often newcomers, suspects and tensors near their fence are audited.",
+    )
     allow_drills: bool = Field(
         default=False,
         description="Let nodes play an attacker on purpose, to see the checker work. Never true in a real swarm.",
     )
+
+    @property
+    def audits(self) -> bool:
+        """Whether work is computed again now and then."""
+        return self.mode != "off" and self.audit_rate > 0.0
 
 
 class NetworkSection(Section):

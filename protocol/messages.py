@@ -22,6 +22,8 @@ MAX_REPLICAS = 256
 MAX_RECORDS = 512
 MAX_RECORD_BYTES = 4096
 MAX_SKETCH_BYTES = 16 * 1024
+MAX_HOP_BYTES = MAX_SKETCH_BYTES + 1024
+MAX_RECEIPT_BYTES = 1024
 MAX_BOUNDARY_DIMENSIONS = 3
 
 
@@ -49,13 +51,21 @@ class Method(StrEnum):
     SNAPSHOT = "snapshot"
     CHUNK = "chunk"
     CLEARED = "cleared"
+    AUDIT = "audit"
+    EVIDENCE = "evidence"
+    PARAMETERS = "parameters"
+    BASELINE = "baseline"
 
+
+_BULKY = frozenset(
+    {
+        *(Method.TRAIN, Method.PART, Method.AGGREGATE, Method.CHUNK),
+        *(Method.AUDIT, Method.EVIDENCE, Method.PARAMETERS, Method.BASELINE),
+    }
+)
 
 STREAM_OF: dict[Method, StreamKind] = {
-    method: StreamKind.TENSOR
-    if method in (Method.TRAIN, Method.PART, Method.AGGREGATE, Method.CHUNK)
-    else StreamKind.CONTROL
-    for method in Method
+    method: StreamKind.TENSOR if method in _BULKY else StreamKind.CONTROL for method in Method
 }
 
 PUBLIC_METHODS = frozenset({Method.MANIFEST, Method.VIEW, Method.STATUS, Method.PUSH})
@@ -125,6 +135,26 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """A signed statement: "this is what I made of a microbatch". All digests are SHA-256 of message bodies.
+
+    ``received`` activation -> ``sent`` activation -> ``got`` gradient -> ``returned`` gradient, with ``parameters``
+    as the digest of the parameters. The last stage sends and gets nothing: both are empty.
+    """
+
+    peer: str = _peer()  # type: ignore[assignment]
+    stage: int = integer(0, 1024)
+    step: int = _step()  # type: ignore[assignment]
+    microbatch: int = integer(0, MAX_MICROBATCHES)
+    received: bytes = binary(32)
+    sent: bytes = binary(0, 32)
+    got: bytes = binary(0, 32)
+    returned: bytes = binary(32)
+    parameters: bytes = binary(32)
+    signature: bytes = binary(64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
     """Run forward and backward of one microbatch; the body is tokens, then the activation.
 
@@ -141,8 +171,8 @@ class Train:
     tokens_bytes: int = integer(1, 1 << 24)
     dtype: str = text(8)
     shape: tuple[int, ...] = sequence(integer(1, 1 << 24), MAX_BOUNDARY_DIMENSIONS)
-    hop: bytes = binary(longest=MAX_SKETCH_BYTES + 1024)
-    input_hop: bytes | None = optional(binary(longest=MAX_SKETCH_BYTES + 1024))
+    hop: bytes = binary(longest=MAX_HOP_BYTES)
+    input_hop: bytes | None = optional(binary(longest=MAX_HOP_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +182,12 @@ class Trained:
     loss: float = number()
     dtype: str = text(8)
     shape: tuple[int, ...] = sequence(integer(1, 1 << 24), MAX_BOUNDARY_DIMENSIONS)
-    hop: bytes = binary(longest=MAX_SKETCH_BYTES + 1024)
-    input_hop: bytes | None = optional(binary(longest=MAX_SKETCH_BYTES + 1024))
-    receipt: bytes = binary(64)
-    parameters: bytes = binary(32)
+    hop: bytes = binary(longest=MAX_HOP_BYTES)
+    input_hop: bytes | None = optional(binary(longest=MAX_HOP_BYTES))
+    receipt: bytes = binary(longest=MAX_RECEIPT_BYTES)
+    """The sender's own, packed."""
+    input_receipt: bytes | None = optional(binary(longest=MAX_RECEIPT_BYTES))
+    """That of the stage below, which finished the microbatch for the sender; nothing from the last stage."""
     outlier: bool = flag(default=False)
     """Whether the microbatch was flagged on its way and then cleared: several replicas of a stage had
     computed the same, so its content is unusual and nobody is to blame."""
@@ -170,7 +202,7 @@ class Cleared:
 
     step: int = _step()  # type: ignore[assignment]
     microbatch: int = integer(0, MAX_MICROBATCHES)
-    hops: tuple[bytes, ...] = sequence(binary(longest=MAX_SKETCH_BYTES + 1024), 16)
+    hops: tuple[bytes, ...] = sequence(binary(longest=MAX_HOP_BYTES), 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +212,71 @@ class End:
     step: int = _step()  # type: ignore[assignment]
     loss: float = number()
     microbatches: int = integer(0, MAX_MICROBATCHES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndAnswer:
+    """The answer to End: the digest of my parameters in that step, if I have begun it."""
+
+    parameters: bytes = binary(0, 32, default=b"")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """To a drawn juror: compute this microbatch again and say whether the one who signed for it cheated.
+
+    ``statement`` is the packed receipt of the accused, or, of a replica of the first stage, the packed hop of
+    what it sent. The body holds the tensors as they travelled: input activation and returned gradient, then, from
+    the last stage, the tokens; or, from the first, sent activation and tokens.
+    """
+
+    statement: bytes = binary(longest=MAX_HOP_BYTES)
+    draw: bytes = binary(64)
+    """The asking peer's signature over the statement; its hash draws the jury."""
+    origin: str = text(MAX_PEER_ID_CHARS, default="")
+    origin_signature: bytes = binary(0, 64, default=b"")
+    tokens_bytes: int = integer(0, 1 << 24, default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditAnswer:
+    """A juror's vote; ``signature`` is over the statement's digest, the accused and the vote."""
+
+    guilty: bool = flag()
+    reason: str = text(16)
+    """What differed: activation, gradient, tokens or withheld; empty if nothing did."""
+    signature: bytes = binary(64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Show what you sent on and what came back for the microbatch for which you returned this gradient."""
+
+    step: int = _step()  # type: ignore[assignment]
+    microbatch: int = integer(0, MAX_MICROBATCHES)
+    returned: bytes = binary(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceAnswer:
+    """The body is the activation that was sent on, then the gradient that came back, as they travelled."""
+
+    input_receipt: bytes = binary(longest=MAX_RECEIPT_BYTES)
+    """The packed receipt of the stage below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Give me your stage's parameters of this digest, for an audit; float32 little endian in the answer's body."""
+
+    digest: bytes = binary(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """To siblings: what my checker has learnt after this step, activations then gradients; packed in the body."""
+
+    step: int = _step()  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

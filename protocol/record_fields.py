@@ -100,6 +100,25 @@ def check_peer(name: str, value: object) -> str:
     return value
 
 
+def signed_by_peers(most: int, signature_bytes: int) -> Check:
+    """One to ``most`` pairs of a peer id and its signature."""
+
+    def check(name: str, value: object) -> tuple[tuple[str, bytes], ...]:
+        if not isinstance(value, list | tuple) or not all(isinstance(e, list | tuple) and len(e) == 2 for e in value):
+            raise _wrong_type(name, "a list of pairs")
+        if not 1 <= len(value) <= most:
+            raise _out_of_range(name, f"1 to {most} pairs")
+        of_signature = sized_bytes(signature_bytes)
+        pairs = []
+        for peer, signature in value:
+            checked = of_signature(name, signature)
+            assert isinstance(checked, bytes)
+            pairs.append((check_peer(name, peer), checked))
+        return tuple(pairs)
+
+    return check
+
+
 def check_addresses(name: str, value: object) -> tuple[str, ...]:
     """At most eight dialable addresses, each in its one spelling."""
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):

@@ -1,4 +1,5 @@
-"""DHT records: who serves which stage (claim) and who accuses whom (accusation), each signed by its writer.
+"""DHT records: who serves which stage (claim), who accuses whom (accusation), and whom a jury has found guilty
+(verdict), each signed by its writer.
 
 A record is ``msgpack [kind, payload, signature]``: the payload is a msgpack map, and the signature covers it
 in the context "record/<kind>". Whoever stores or reads a record checks everything here first: size, shape,
@@ -18,6 +19,7 @@ from protocol.identity import SIGNATURE_BYTES, Identity, verify
 from protocol.invite import parse_multiaddr
 from protocol.messages import MAX_RECORD_BYTES
 from protocol.packing import pack, unpack
+from protocol.receipts import check_draw, check_vote
 from protocol.record_fields import (
     Check,
     boolean,
@@ -26,6 +28,7 @@ from protocol.record_fields import (
     one_of,
     positive_number,
     printable,
+    signed_by_peers,
     sized_bytes,
     whole,
 )
@@ -40,6 +43,7 @@ MAX_STAGE = 127
 MAX_CAPACITY = 1e6
 MAX_GENERATION = 2**63 - 1
 MAX_LABEL_CHARS = 40
+MAX_VOTES = 16
 
 
 class RecordKind(IntEnum):
@@ -47,6 +51,7 @@ class RecordKind(IntEnum):
 
     CLAIM = 1
     ACCUSATION = 2
+    VERDICT = 3
 
 
 class NodeState(StrEnum):
@@ -129,7 +134,34 @@ class Accusation:
     expires: float
 
 
-Record = Claim | Accusation
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What jurors found who computed a microbatch of the accused again.
+
+    Attributes:
+        swarm: the 32 bytes of the swarm id.
+        writer: who asked for the audit.
+        reason: what differed (activation, gradient, tokens, withheld).
+        step: of the microbatch.
+        subject: SHA-256 of the accused's signed statement.
+        draw: the writer's signature over the subject, which draws the jury.
+        votes: (juror, its signature that the accused is guilty), at most 16.
+        expires: Unix seconds; the end of the ejection.
+    """
+
+    swarm: bytes
+    writer: str
+    accused: str
+    accused_stage: int
+    reason: str
+    step: int
+    subject: bytes
+    draw: bytes
+    votes: tuple[tuple[str, bytes], ...]
+    expires: float
+
+
+Record = Claim | Accusation | Verdict
 
 _stage, _step = whole(0, MAX_STAGE), whole(0, MAX_STEP)
 _swarm, _expires = sized_bytes(32), positive_number(1e12)
@@ -164,6 +196,23 @@ _ACCUSATION_CHECKS: dict[str, Check] = {
     "evidence": sized_bytes(32),
     "expires": _expires,
 }
+_VERDICT_CHECKS: dict[str, Check] = {
+    "swarm": _swarm,
+    "writer": check_peer,
+    "accused": check_peer,
+    "accused_stage": _stage,
+    "reason": printable(1, MAX_LABEL_CHARS),
+    "step": _step,
+    "subject": sized_bytes(32),
+    "draw": sized_bytes(SIGNATURE_BYTES),
+    "votes": signed_by_peers(MAX_VOTES, SIGNATURE_BYTES),
+    "expires": _expires,
+}
+_CHECKS = {
+    RecordKind.CLAIM: _CLAIM_CHECKS,
+    RecordKind.ACCUSATION: _ACCUSATION_CHECKS,
+    RecordKind.VERDICT: _VERDICT_CHECKS,
+}
 _FLOAT_FIELDS = frozenset({"capacity", "expires"})
 """Written as floats even where a caller gives whole numbers."""
 
@@ -176,6 +225,11 @@ def sign_claim(identity: Identity, claim: Claim) -> bytes:
 def sign_accusation(identity: Identity, accusation: Accusation) -> bytes:
     """The signed bytes of an accusation. Raises ValueError if it breaks a rule or is not its own."""
     return _sign(identity, RecordKind.ACCUSATION, accusation, accusation.accuser)
+
+
+def sign_verdict(identity: Identity, verdict: Verdict) -> bytes:
+    """The signed bytes of a verdict. Raises ValueError if it breaks a rule or is not its own."""
+    return _sign(identity, RecordKind.VERDICT, verdict, verdict.writer)
 
 
 def parse_record(data: bytes, *, swarm: bytes, now: float, max_ahead: float = MAX_CLAIM_AHEAD_SECONDS) -> Record:
@@ -191,12 +245,14 @@ def parse_record(data: bytes, *, swarm: bytes, now: float, max_ahead: float = MA
         raise RecordError("the record belongs to another swarm", kind="foreign_swarm")
     if record.expires <= now:
         raise RecordError(f"the record expired {now - record.expires:.0f} s ago", kind="expired")
-    ahead = MAX_ACCUSATION_AHEAD_SECONDS if isinstance(record, Accusation) else max_ahead
+    ahead = max_ahead if isinstance(record, Claim) else MAX_ACCUSATION_AHEAD_SECONDS
     if record.expires > now + ahead:
         message = f"the record expires {record.expires - now:.0f} s from now, more than {ahead:.0f} s"
         raise RecordError(message, kind="too_far_ahead")
     if not verify(record_subkey(record), _context(kind), payload, signature):
         raise RecordError("the record is not signed by its writer", kind="signature")
+    if isinstance(record, Verdict):
+        _check_votes(record)
     return record
 
 
@@ -210,16 +266,28 @@ def accusation_key(swarm_hex: str, accused: str) -> str:
     return f"sentinel/{swarm_hex}/accusation/{accused}"
 
 
+def verdict_key(swarm_hex: str, accused: str) -> str:
+    """The DHT key of the verdicts on a peer."""
+    return f"sentinel/{swarm_hex}/verdict/{accused}"
+
+
 def record_key(record: Record) -> str:
     """The DHT key under which a record belongs."""
     if isinstance(record, Claim):
         return claim_key(record.swarm.hex(), record.stage)
-    return accusation_key(record.swarm.hex(), record.accused)
+    key = verdict_key if isinstance(record, Verdict) else accusation_key
+    return key(record.swarm.hex(), record.accused)
 
 
 def record_subkey(record: Record) -> str:
     """The DHT subkey of a record: its writer's peer id."""
-    return record.peer if isinstance(record, Claim) else record.accuser
+    match record:
+        case Claim():
+            return record.peer
+        case Accusation():
+            return record.accuser
+        case Verdict():
+            return record.writer
 
 
 def supersedes(new: Claim, old: Claim) -> bool:
@@ -277,13 +345,15 @@ def _read_payload(kind: RecordKind, payload: bytes) -> Record:
         raise RecordError("the payload of the record is not one msgpack value", kind="shape") from None
     if not isinstance(values, dict):
         raise RecordError("the payload of the record is not a map", kind="shape")
-    checks = _CLAIM_CHECKS if kind is RecordKind.CLAIM else _ACCUSATION_CHECKS
+    checks = _CHECKS[kind]
     missing = [name for name in checks if name not in values]
     if missing:
         raise RecordError(f"the record lacks the field {missing[0]}", kind="shape")
     checked = {name: check(name, values[name]) for name, check in checks.items()}
     if kind is RecordKind.CLAIM:
         return _own_addresses_only(Claim(**checked))  # type: ignore[arg-type]  # each value has passed its check
+    if kind is RecordKind.VERDICT:
+        return _no_self_vote(Verdict(**checked))  # type: ignore[arg-type]
     return _no_self_accusation(Accusation(**checked))  # type: ignore[arg-type]
 
 
@@ -298,3 +368,18 @@ def _no_self_accusation(accusation: Accusation) -> Accusation:
     if accusation.accuser == accusation.accused:
         raise RecordError("the accusation is against its own writer", kind="range")
     return accusation
+
+
+def _no_self_vote(verdict: Verdict) -> Verdict:
+    jurors = [juror for juror, _ in verdict.votes]
+    if verdict.accused in (verdict.writer, *jurors) or len(set(jurors)) != len(jurors):
+        raise RecordError("the verdict counts the accused, or a juror twice", kind="range")
+    return verdict
+
+
+def _check_votes(verdict: Verdict) -> None:
+    """A verdict carries its proof: a stranger's word that others have voted would be worth nothing."""
+    drawn = check_draw(verdict.writer, verdict.swarm, verdict.draw, verdict.subject)
+    about = {"subject": verdict.subject, "accused": verdict.accused, "guilty": True}
+    if not drawn or not all(check_vote(peer, verdict.swarm, vote, **about) for peer, vote in verdict.votes):  # type: ignore[arg-type]
+        raise RecordError("the verdict's draw or a vote is not signed by whom it names", kind="signature")

@@ -14,6 +14,9 @@ false alarms vanish and repeated ones do not. The count alone moves a peer towar
 may strike any peer in any state, has an end on the clock, and leads back to probation with a clean count and
 less trust than a stranger has.
 
+What must survive a restart leaves by ``export`` and comes back by ``restore``; else a node that barred a cheat
+would take it back by being restarted.
+
 Two rules keep this file honest: every change of state goes through ``TRANSITIONS``, and the ledger has no
 clock; steps and ``now`` (seconds) are arguments.
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -45,6 +49,14 @@ TRUST_LOSS = 0.5
 
 NO_STRIKES = 1e-9
 """Below this a count is zero: subtracting 0.1 ten times from 1.0 leaves 1e-16."""
+
+MAX_PEER_CHARS = 64
+"""Longest peer id in a saved standing; those of Ed25519 keys have 52 characters."""
+
+MAX_COUNT = 2**63 - 1
+"""Largest step and number of credits in a saved standing: what a signed 64-bit integer holds."""
+
+REMEDY = "set the saved verdicts aside and start without them"
 
 
 class PeerState(StrEnum):
@@ -149,6 +161,44 @@ class StandingChanged:
     """True in mode ``observe``: nobody acts on it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStanding:
+    """What is known of one peer, as it survives a restart. Raises ValueError with the remedy for impossible values."""
+
+    peer: str
+    state: PeerState
+    trust: float
+    """In [0, 1], also while barred: what forgiving would give back."""
+
+    strikes: float
+    credits: int
+    """Microbatches that went well since the peer was last on probation."""
+
+    reason: Reason | None = None
+    until: float | None = None
+    """End of an ejection in seconds, on a clock that goes on between runs."""
+
+    quarantined_at: int = 0
+    """Step of the quarantine, so that one that ends by itself goes on where it was."""
+
+    def __post_init__(self) -> None:
+        offender = self.state not in (PeerState.PROBATION, PeerState.TRUSTED)
+        until = self.until
+        for wrong, problem in (
+            (not 0 < len(self.peer) <= MAX_PEER_CHARS, f"a peer id of {len(self.peer)} characters"),
+            (not 0.0 <= self.trust <= 1.0, f"a trust of {self.trust}"),
+            (not (math.isfinite(self.strikes) and self.strikes >= 0.0), f"a strike count of {self.strikes}"),
+            (not 0 <= self.credits <= MAX_COUNT, f"{self.credits} credits"),
+            (not 0 <= self.quarantined_at <= MAX_COUNT, f"a quarantine since step {self.quarantined_at}"),
+            ((self.state is PeerState.EJECTED) != (until is not None), f"the state {self.state} with end {until}"),
+            (until is not None and not (math.isfinite(until) and until > 0.0), f"an ejection until {until}"),
+            (offender and self.reason is None, f"the state {self.state} for no reason"),
+            (not offender and self.strikes > 0.0, f"{self.strikes} strikes in the state {self.state}"),
+        ):
+            if wrong:
+                raise ValueError(f"a saved standing has {problem}; {REMEDY}")
+
+
 @dataclass(slots=True, kw_only=True)
 class _Entry:
     state: PeerState = PeerState.PROBATION
@@ -189,20 +239,36 @@ class Ledger:
                 return ()
         entry.strikes += weight
         entry.trust *= TRUST_LOSS**weight
-        entry.reason = reason
+        if not _audited(entry):
+            entry.reason = reason
         if entry.strikes < self._config.strike_limit:
             return self._move(peer, entry, PeerEvent.STRUCK)
-        if entry.state is not PeerState.QUARANTINED:
-            entry.quarantined_at = step
-        return self._move(peer, entry, PeerEvent.CONDEMNED)
+        return self._quarantine(peer, entry, step)
+
+    def condemn(self, peer: str, reason: Reason, *, step: int) -> tuple[StandingChanged, ...]:
+        """Bring the count to the limit at once, whatever it was: a finding that needs no further strikes.
+
+        A peer that is quarantined already stays so and only takes over the reason, unless an audit gave it; an
+        ejected one is left alone.
+        """
+        if self._config.mode == "off":
+            return ()
+        entry = self._touch(peer)
+        if entry.state is PeerState.EJECTED:
+            return ()
+        entry.strikes = max(entry.strikes, self._config.strike_limit)
+        if not _audited(entry):
+            entry.reason = reason
+        return self._quarantine(peer, entry, step)
 
     def forgive(self, peer: str, *, step: int) -> tuple[StandingChanged, ...]:
         """Take one strike back, because what it was for turned out to be nobody's fault.
 
-        A quarantine that rested on it ends. An ejection stands: it was the swarm's decision.
+        A quarantine that rested on it ends. One that followed from an audit stands, since that proved something
+        else, and so does an ejection: it was the swarm's decision.
         """
         entry = self._entries.get(peer)
-        if entry is None or entry.strikes <= NO_STRIKES or entry.state is PeerState.EJECTED:
+        if entry is None or entry.strikes <= NO_STRIKES or entry.state is PeerState.EJECTED or _audited(entry):
             return ()
         entry.strikes = max(0.0, entry.strikes - 1.0)
         entry.trust = min(1.0, entry.trust / TRUST_LOSS)
@@ -288,6 +354,62 @@ class Ledger:
         """Everybody remembered, the least recently touched first."""
         return tuple(self._entries)
 
+    def export(self) -> tuple[SavedStanding, ...]:
+        """Everybody remembered, the least recently touched first; at most ``max_peers``.
+
+        Left out: what statistics gave within the present step, which is over before a restart is.
+        """
+        return tuple(
+            SavedStanding(
+                peer=peer,
+                state=entry.state,
+                trust=entry.trust,
+                strikes=entry.strikes,
+                credits=entry.credits,
+                reason=entry.reason,
+                until=entry.until,
+                quarantined_at=entry.quarantined_at,
+            )
+            for peer, entry in self._entries.items()
+        )
+
+    def restore(self, saved: Sequence[SavedStanding], *, now: float) -> tuple[StandingChanged, ...]:
+        """Know what was exported, and nothing else. Returns the ejections that have run out meanwhile.
+
+        ``now`` is in seconds on the clock of ``until``. No ejection lasts longer than ``ejection_seconds`` from now,
+        so that a clock that was set back bars nobody for years. Of more than ``max_peers`` the harmless and the
+        least recent are forgotten.
+
+        Raises ValueError, with the ledger as it was, if a peer occurs twice or a count contradicts its state.
+        """
+        limit = self._config.strike_limit
+        entries: OrderedDict[str, _Entry] = OrderedDict()
+        for standing in saved:
+            if standing.peer in entries:
+                raise ValueError(f"the saved standings hold {standing.peer!r} twice; {REMEDY}")
+            below = standing.strikes < limit
+            if (standing.state is PeerState.SUSPECT and not below) or (
+                standing.state is PeerState.QUARANTINED and below
+            ):
+                raise ValueError(
+                    f"{standing.strikes} of {limit} strikes do not make {standing.peer!r} {standing.state}; {REMEDY}"
+                )
+            until = standing.until
+            entries[standing.peer] = _Entry(
+                state=standing.state,
+                trust=standing.trust,
+                strikes=standing.strikes,
+                credits=standing.credits,
+                reason=standing.reason,
+                until=None if until is None else min(until, now + self._config.ejection_seconds),
+                quarantined_at=standing.quarantined_at,
+            )
+        excess = max(0, len(entries) - self._config.max_peers)
+        for peer in sorted(entries, key=lambda peer: _FORGET_ORDER[entries[peer].state])[:excess]:
+            del entries[peer]
+        self._entries = entries
+        return self.expire(now)
+
     def _touch(self, peer: str) -> _Entry:
         entry = self._entries.get(peer)
         if entry is None:
@@ -317,6 +439,11 @@ class Ledger:
         )
         return (change,)
 
+    def _quarantine(self, peer: str, entry: _Entry, step: int) -> tuple[StandingChanged, ...]:
+        if entry.state is not PeerState.QUARANTINED:
+            entry.quarantined_at = step
+        return self._move(peer, entry, PeerEvent.CONDEMNED)
+
     def _statistical_weight(self, entry: _Entry, step: int, weight: float) -> float:
         """What is left of ``weight`` after the statistical strikes of the same step."""
         if entry.statistical_step != step:
@@ -344,3 +471,8 @@ class Ledger:
         entry.trust = RETURN_TRUST
         entry.until = None
         return self._move(peer, entry, event)
+
+
+def _audited(entry: _Entry) -> bool:
+    """Whether the peer is quarantined for what an audit found."""
+    return entry.state is PeerState.QUARANTINED and entry.reason is Reason.AUDIT

@@ -44,6 +44,8 @@ class Reason(StrEnum):
     UNFINISHED = "unfinished"
     CONTRADICTED = "contradicted"
     STALLED = "stalled"
+    PARAMETERS = "parameters"
+    FALSE_VOTE = "false_vote"
     PROTOCOL = "protocol"
 
     # Findings of the swarm: the kinds of an accusation.

@@ -14,7 +14,8 @@ from typing import Any
 from protocol.errors import PeerGoneError, PeerUnreachableError, SentinelError
 from protocol.framing import BodyLimit, Buffer, Frame, FrameKind, FrameReader, encode_head
 from protocol.messages import StreamKind
-from protocol.records import Record, parse_record, record_key, record_subkey
+from protocol.record_cache import check_record
+from protocol.records import Record, record_key, record_subkey
 from protocol.transports.base import Link, RecordKeeper
 from protocol.transports.sessions import DialingTransport
 
@@ -56,8 +57,8 @@ class MemoryLink(Link):
         other = self.other
         if self._error is not None or other is None:
             raise self._error or PeerGoneError("the link is not open")
-        data = b"".join(bytes(buffer) for buffer in body)
-        packed = encode_head(kind, head, len(data)) + data
+        size = sum(memoryview(buffer).nbytes for buffer in body)
+        packed = b"".join((encode_head(kind, head, size), *body))
         other.receive(packed)
         return len(packed)
 
@@ -189,7 +190,7 @@ class MemoryTransport(DialingTransport):
     def __init__(self, network: MemoryNetwork, peer_id: str, **options: Any) -> None:
         super().__init__(peer_id=peer_id, **options)
         self._network = network
-        self._links: list[MemoryLink] = []
+        self._links: dict[str, list[MemoryLink]] = {}
         network.add(self)
 
     def learn(self, peer: str, addresses: Iterable[str]) -> None:
@@ -206,19 +207,19 @@ class MemoryTransport(DialingTransport):
         self._accept_link(link, stream)
 
     def _keep(self, link: MemoryLink) -> None:
-        self._links = [known for known in self._links if not known.closed]
-        self._links.append(link)
+        known = [known for known in self._links.get(link.peer, ()) if not known.closed]
+        self._links[link.peer] = [*known, link]
 
     def drop_links(self, peer: str) -> None:
         """Cut every stream to this peer."""
-        for link in [link for link in self._links if link.peer == peer]:
+        for link in self._links.pop(peer, ()):
             link.fail(PeerGoneError("the network was cut"))
-        self._links = [link for link in self._links if link.peer != peer]
 
     async def _close_links(self) -> None:
         self._network.remove(self.peer_id)
-        for link in self._links:
-            link.close()
+        for links in self._links.values():
+            for link in links:
+                link.close()
         self._links.clear()
 
 
@@ -231,7 +232,7 @@ class MemoryRecords(RecordKeeper):
         self._records: dict[str, dict[str, tuple[float, bytes]]] = {}
 
     async def store(self, data: bytes) -> bool:
-        record = parse_record(data, swarm=self._swarm, now=self._wall_clock())
+        record = check_record(data, swarm=self._swarm, now=self._wall_clock())
         place = self._records.setdefault(record_key(record), {})
         known = place.get(record_subkey(record))
         if known is not None and known[0] >= record.expires:
@@ -242,7 +243,7 @@ class MemoryRecords(RecordKeeper):
     async def fetch(self, keys: Sequence[str]) -> list[tuple[Record, bytes]]:
         now = self._wall_clock()
         return [
-            (parse_record(data, swarm=self._swarm, now=now), data)
+            (check_record(data, swarm=self._swarm, now=now), data)
             for key in keys
             for expires, data in self._records.get(key, {}).values()
             if expires > now

@@ -25,6 +25,7 @@ def metrics() -> Metrics:
     metrics.averaging_done("committed", 0.2)
     metrics.flag("l2", "activation")
     metrics.strike("l2")
+    metrics.audited("honest", 0.3)
     metrics.set_trust({("12D3KooWother", 0): 0.5})
     metrics.drill("scale")
     metrics.view_replicas.labels(stage="0").set(2)
@@ -56,6 +57,7 @@ def test_the_exposition_tells_everything_that_an_operator_needs(metrics: Metrics
         *("dht_failures_total", "averaging_rounds_total", "averaging_seconds_bucket", "clock_offset_seconds"),
         *("open_files", "open_files_limit", "resident_memory_bytes", "p2pd_up", "p2pd_resident_memory_bytes"),
         *("peers_connected", "parameter_agreement", "drill_active", "info", "event_loop_lag_seconds"),
+        *("audits_total", "audit_seconds_bucket", "votes_total"),
         "contributed_microbatches_total",
     ):
         assert f"sentinel_{name}" in names
@@ -97,6 +99,11 @@ def test_known_series_exist_from_the_start_so_that_rates_can_be_taken() -> None:
     assert value(fresh, "sentinel_phase_seconds_total", phase="forward") == 0
     assert value(fresh, "sentinel_ejections_total", kind="self") == 0
     assert value(fresh, "sentinel_stream_bytes_total", direction="in", stream="tensor") == 0
+    for outcome in module.AUDIT_OUTCOMES:
+        assert value(fresh, "sentinel_audits_total", outcome=outcome) == 0
+    for vote in ("guilty", "honest"):
+        assert value(fresh, "sentinel_votes_total", vote=vote) == 0
+    assert value(fresh, "sentinel_phase_seconds_total", phase="audit") == 0
 
 
 def test_a_node_is_in_exactly_one_state(metrics: Metrics) -> None:
@@ -117,10 +124,30 @@ def test_a_label_from_the_network_becomes_other(metrics: Metrics, hostile: str) 
     metrics.strike(hostile)
     metrics.dht_operation(hostile, 0.1, False)
     metrics.averaging_done(hostile, 0.1)
+    metrics.audited(hostile, 0.1)
+    assert value(metrics, "sentinel_audits_total", outcome="other") == 1
     assert value(metrics, "sentinel_remote_errors_total", kind="other") == 1
     assert value(metrics, "sentinel_requests_total", method="other", outcome="other") == 1
     assert value(metrics, "sentinel_flags_total", direction="other", reason="other") == 1
     assert len(parse(metrics)) == before
+
+
+def test_an_audit_is_counted_by_its_outcome_and_timed_only_if_it_began(metrics: Metrics) -> None:
+    metrics.audited("skipped", None)
+    metrics.audited("guilty", 2.0)
+    metrics.audited("guilty", 4.0)
+    assert value(metrics, "sentinel_audits_total", outcome="skipped") == 1
+    assert value(metrics, "sentinel_audits_total", outcome="guilty") == 2
+    assert value(metrics, "sentinel_audit_seconds_count") == 3  # with the one of the fixture
+    assert value(metrics, "sentinel_audit_seconds_sum") == pytest.approx(6.3)
+
+
+@pytest.mark.parametrize("kind", ["receipt", "expired", "no_evidence", "no_data", "not_drawn", "inconclusive"])
+def test_refusals_in_audits_have_words_of_their_own(metrics: Metrics, kind: str) -> None:
+    metrics.remote_error(kind)
+    metrics.request_done("audit", kind)
+    assert value(metrics, "sentinel_remote_errors_total", kind=kind) == 1
+    assert value(metrics, "sentinel_requests_total", method="audit", outcome=kind) == 1
 
 
 def test_the_trust_of_those_who_left_disappears(metrics: Metrics) -> None:

@@ -338,6 +338,73 @@ class TestReplay:
             assert runner.pending == 0
             assert runner.take_gradient()[1] == 0
 
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_with_other_parameters_it_is_what_a_runner_that_holds_them_computes(
+        self, stage: int, data: TokenStream
+    ) -> None:
+        runner, holder = build(small_manifest())[stage], build(small_manifest())[stage]
+        noise = torch.randn(runner.flat_parameters().numel(), generator=torch.Generator().manual_seed(7))
+        others = runner.flat_parameters() + 0.02 * noise
+        holder.load_flat(others)
+        tokens = microbatch(data, 0, 0)
+        received = tokens[:, :-1] if stage == 0 else activation()
+        gradient = activation(1) if stage == 1 else None
+        targets = tokens[:, 1:] if stage == 2 else None
+        output, returned = runner.replay(received, gradient, targets, parameters=others)
+        expected, expected_returned = holder.replay(received, gradient, targets)
+        assert torch.equal(output, expected)
+        own, own_returned = runner.replay(received, gradient, targets)
+        assert not torch.equal(output, own)
+        if stage == 0:
+            assert returned is None and expected_returned is None and own_returned is None
+            return
+        assert returned is not None and expected_returned is not None and own_returned is not None
+        assert torch.equal(returned, expected_returned)
+        assert not torch.equal(returned, own_returned)
+
+    def test_with_other_parameters_it_leaves_all_as_it_was(self, middle: StageRunner) -> None:
+        undisturbed = StageRunner(StageModule(small_manifest().model, (1, 2, 1), 1), CPU)
+        others = middle.flat_parameters() * 1.5
+        copy = others.clone()
+        before, version = middle.flat_parameters().clone(), middle.flat_parameters()._version
+        for runner in (middle, undisturbed):
+            runner.forward(0, activation())
+            runner.backward(0, activation(1))
+            runner.forward(1, activation(2))
+        for parameters in (others, None, others):
+            output, returned = middle.replay(activation(3), activation(1), parameters=parameters)
+            assert returned is not None
+            for tensor in (output, returned):
+                assert not tensor.requires_grad and tensor.dtype == torch.float32 and tensor.is_contiguous()
+        assert middle.pending == 1
+        assert torch.equal(middle.flat_parameters(), before) and middle.flat_parameters()._version == version
+        assert torch.equal(others, copy) and others.grad is None
+        assert all(parameter.grad is None for parameter in middle._module.parameters())
+        one, other = middle.backward(1, activation(1)), undisturbed.backward(1, activation(1))  # still waits, and fits
+        assert one is not None and other is not None and torch.equal(one, other)
+        total, count = middle.take_gradient()
+        expected, expected_count = undisturbed.take_gradient()
+        assert count == expected_count == 2 and torch.equal(total, expected)
+
+    def test_the_input_is_left_as_it_was(self, middle: StageRunner) -> None:
+        received, gradient = activation(), activation(1)
+        middle.replay(received, gradient, parameters=middle.flat_parameters().clone())
+        assert torch.equal(received, activation()) and torch.equal(gradient, activation(1))
+        assert not received.requires_grad and received.grad is None
+
+    def test_what_does_not_fit_is_refused(self, middle: StageRunner) -> None:
+        with pytest.raises(StageError, match="gradient"):
+            middle.replay(activation())
+        with pytest.raises(StageError, match="shape"):
+            middle.replay(activation(), activation()[:1])
+        with pytest.raises(StageError, match="last stage"):
+            middle.replay(activation(), activation(), torch.zeros(2, 16, dtype=torch.int64))
+        first, _, last = build(small_manifest())
+        with pytest.raises(StageError, match="last stage"):
+            last.replay(activation())
+        with pytest.raises(StageError, match="vocabulary"):
+            first.replay(torch.full((2, 16), 260))
+
 
 def test_autocast_computes_in_bfloat16_and_hands_out_float32(middle: StageRunner) -> None:
     module = StageModule(small_manifest().model, (1, 2, 1), 1)

@@ -214,3 +214,23 @@ def test_json_is_written_whole_or_not_at_all(folder: StateFolder, monkeypatch: p
 def test_written_files_are_private(tmp_path: Path) -> None:
     write_atomically(tmp_path / "file", b"content")
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+
+
+def test_no_more_is_read_than_was_allowed(folder: StateFolder) -> None:
+    (folder.path / "file").write_bytes(b"12345")
+    assert folder.read("file", at_most=5) == b"12345"
+    with pytest.raises(ValueError, match="more than 4 bytes"):
+        folder.read("file", at_most=4)
+    with pytest.raises(FileNotFoundError):
+        folder.read("none", at_most=4)
+
+
+def test_a_damaged_file_is_kept_under_another_name(folder: StateFolder) -> None:
+    assert folder.verdicts_path == folder.path / "verdicts.json"
+    for text in ("first", "second"):
+        folder.verdicts_path.write_text(text)
+        aside = folder.set_aside("verdicts.json")
+        assert (aside.name, aside.read_text()) == ("verdicts.json.damaged", text)
+        assert not folder.verdicts_path.exists()
+    with pytest.raises(FileNotFoundError):
+        folder.set_aside("verdicts.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from node import view as module
 from node.view import STALE_WAIT_STEPS, TAKES_WORK, View
-from protocol.records import Claim, NodeState, Record
-from tests.node.claims import NOW, accusation, claim
+from protocol.records import Claim, NodeState, Record, Verdict
+from tests.node.claims import NOW, SWARM, accusation, claim
 
 CLAIMS = st.builds(
     claim,
@@ -30,6 +31,30 @@ ACCUSATIONS = st.builds(
 )
 
 
+def verdict(writer: str, accused: str, **changes: Any) -> Verdict:
+    """A verdict that holds for a while; its proof is checked before it gets here."""
+    values: dict[str, Any] = {
+        "swarm": SWARM,
+        "accused_stage": 1,
+        "reason": "gradient",
+        "step": 1,
+        "subject": bytes(32),
+        "draw": bytes(64),
+        "votes": (("j", bytes(64)), ("k", bytes(64))),
+        "expires": NOW + 100,
+    }
+    return Verdict(writer=writer, accused=accused, **(values | changes))
+
+
+VERDICTS = st.builds(
+    verdict,
+    writer=st.sampled_from("abc"),
+    accused=st.sampled_from("xy"),
+    accused_stage=st.integers(0, 3),
+    expires=st.sampled_from([NOW + 10, NOW + 20, NOW + 30]),
+)
+
+
 def data_of(record: Record) -> bytes:
     return repr(record).encode()
 
@@ -41,11 +66,16 @@ def viewing(records: Sequence[Record]) -> View:
     return view
 
 
-@given(st.lists(st.one_of(CLAIMS, ACCUSATIONS), max_size=12), st.data())
+@given(st.lists(st.one_of(CLAIMS, ACCUSATIONS, VERDICTS), max_size=12), st.data())
 def test_any_order_of_the_same_records_gives_the_same_view(records: list[Record], data: st.DataObject) -> None:
     one, two = viewing(records), viewing(data.draw(st.permutations(records)) + records[:3])
     assert one.claims == two.claims and one.signed == two.signed
     assert one.accusations == two.accusations and one.signed_accusations == two.signed_accusations
+    assert {key: entry.expires for key, entry in one.verdicts.items()} == {
+        key: entry.expires for key, entry in two.verdicts.items()
+    }
+    assert all(one.signed_verdicts[key] == data_of(entry) for key, entry in one.verdicts.items())
+    assert one.signed_verdicts.keys() == one.verdicts.keys()
     assert set(one.signed) == set(one.claims) and set(one.signed_accusations) == set(one.accusations)
     assert all(one.signed[peer] == data_of(held) for peer, held in one.claims.items())
 
@@ -131,6 +161,47 @@ def test_the_longest_accusation_of_an_accuser_counts_and_only_the_first_is_news(
     assert set(view.accusers("x")) == {"a", "b"} and view.accusers("nobody") == {}
 
 
+def test_the_longest_verdict_of_a_writer_counts_and_each_longer_one_is_news() -> None:
+    view = View(num_stages=3)
+    for entry, new in (
+        (verdict("a", "x"), True),
+        (verdict("a", "x", reason="activation"), False),  # as long as the one that is known
+        (verdict("a", "x", expires=NOW + 50), False),
+        (verdict("a", "x", expires=NOW + 300), True),
+        (verdict("b", "x"), True),
+        (verdict("a", "y"), True),
+    ):
+        assert view.merge(entry, data_of(entry), NOW) is new
+    assert {entry.writer: entry.expires for entry in view.verdicts_on("x")} == {"a": NOW + 300, "b": NOW + 100}
+    assert [entry.writer for entry in view.verdicts_on("y")] == ["a"] and view.verdicts_on("nobody") == []
+    longest = verdict("a", "x", expires=NOW + 300)
+    assert view.verdicts[("x", "a")] == longest and view.signed_verdicts[("x", "a")] == data_of(longest)
+    assert view.accusations == {} and view.claims == {}
+
+
+def test_a_finding_about_a_stage_that_does_not_exist_is_not_taken_in() -> None:
+    view = View(num_stages=3)
+    for finding in (verdict("a", "x", accused_stage=3), accusation("a", "x", accused_stage=127)):
+        assert not view.merge(finding, data_of(finding), NOW)
+    assert view.verdicts == {} and view.accusations == {} and list(view.records()) == []
+
+
+def test_verdicts_run_out() -> None:
+    view = viewing([claim("c"), verdict("a", "x"), verdict("b", "x", expires=NOW + 200)])
+    assert view.expire(NOW + 99) == ["c"]  # its lease is none of theirs
+    assert len(view.verdicts_on("x")) == 2
+    assert view.expire(NOW + 100) == []
+    assert [entry.writer for entry in view.verdicts_on("x")] == ["b"]
+    assert set(view.signed_verdicts) == {("x", "b")}
+    view.expire(NOW + 200)
+    assert view.verdicts == view.signed_verdicts == {} and list(view.records()) == []
+
+
+def test_whoever_asks_for_the_view_gets_claims_then_accusations_then_verdicts() -> None:
+    known: list[Record] = [verdict("a", "x"), accusation("a", "x"), claim("a")]
+    assert list(viewing(known).records()) == [data_of(record) for record in reversed(known)]
+
+
 def test_the_roster_holds_those_who_take_work_in_a_step_in_order() -> None:
     view = viewing(
         [
@@ -184,8 +255,13 @@ def test_the_begun_step_is_the_newest_of_those_who_train() -> None:
 def test_the_view_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CLAIMS", 4)
     monkeypatch.setattr(module, "MAX_ACCUSATIONS", 4)
-    view = viewing([claim(str(index)) for index in range(6)] + [accusation(str(i), "x") for i in range(6)])
-    assert len(view.claims) == len(view.accusations) == 4
+    monkeypatch.setattr(module, "MAX_VERDICTS", 4)
+    crowd = [str(index) for index in range(6)]
+    view = viewing([make for who in crowd for make in (claim(who), accusation(who, "x"), verdict(who, "x"))])
+    assert len(view.claims) == len(view.accusations) == len(view.verdicts) == len(view.signed_verdicts) == 4
+    longer = verdict("0", "x", expires=NOW + 200)
+    assert view.merge(longer, data_of(longer), NOW)  # those who are in may prolong
+    assert len(view.verdicts) == 4
     renewed = claim("0", sequence=1, step=5)
     view.merge(renewed, data_of(renewed), NOW)
     assert view.claims["0"].step == 5  # those who are in may renew

@@ -1,4 +1,4 @@
-"""Hops, receipts and tokens prove exactly one thing; change any part of it and they prove nothing."""
+"""Hops and signed tokens prove exactly one thing; change any part of it and they prove nothing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 
 from protocol import fields
 from protocol.errors import MessageError
-from protocol.hops import (
-    body_digest,
-    check_receipt,
-    check_tokens,
-    open_hop,
-    sign_hop,
-    sign_receipt,
-    sign_tokens,
-    sketch_key,
-)
+from protocol.hops import body_digest, check_tokens, open_hop, read_hop, sign_hop, sign_tokens, sketch_key
 from protocol.identity import Identity
 from protocol.messages import Hop
 from protocol.packing import pack, unpack
@@ -131,38 +122,12 @@ def test_arbitrary_bytes_raise_nothing_but_message_errors(data: bytes) -> None:
     refused(data)
 
 
-FACTS: dict[str, Any] = {
-    "step": 9,
-    "microbatch": 4,
-    "received": body_digest((b"in",)),
-    "returned": body_digest((b"out",)),
-    "parameters": body_digest((b"weights",)),
-}
-
-
-def test_a_receipt_proves_its_facts() -> None:
-    assert check_receipt(SELF.peer_id, SWARM, sign_receipt(SELF, SWARM, **FACTS), **FACTS)
-
-
-@pytest.mark.parametrize("name", FACTS)
-def test_a_receipt_proves_no_other_facts(name: str) -> None:
-    signature = sign_receipt(SELF, SWARM, **FACTS)
-    changed = 10 if name in ("step", "microbatch") else bytes(32)
-    assert not check_receipt(SELF.peer_id, SWARM, signature, **{**FACTS, name: changed})
-
-
-def test_a_receipt_is_of_one_peer_and_one_swarm() -> None:
-    signature = sign_receipt(SELF, SWARM, **FACTS)
-    assert not check_receipt(OTHER.peer_id, SWARM, signature, **FACTS)
-    assert not check_receipt(SELF.peer_id, FOREIGN, signature, **FACTS)
-    assert not check_receipt("nobody", SWARM, signature, **FACTS)
-    assert not check_receipt(SELF.peer_id, SWARM, b"", **FACTS)
-
-
-def test_received_and_returned_cannot_be_exchanged() -> None:
-    signature = sign_receipt(SELF, SWARM, **FACTS)
-    swapped = {**FACTS, "received": FACTS["returned"], "returned": FACTS["received"]}
-    assert not check_receipt(SELF.peer_id, SWARM, signature, **swapped)
+def test_a_hop_can_be_read_without_knowing_what_it_is_about() -> None:
+    assert read_hop(signed(), SWARM, sketch_bytes=len(SKETCH)) == opened(signed())
+    for data, swarm in ((signed(), FOREIGN), (signed()[:-1], SWARM), (signed(sketch=b""), SWARM)):
+        with pytest.raises(MessageError) as caught:
+            read_hop(data, swarm, sketch_bytes=len(SKETCH))
+        assert caught.value.kind == "sketch"
 
 
 def test_tokens_are_bound_to_origin_swarm_step_microbatch_and_content() -> None:
@@ -184,12 +149,6 @@ def test_tokens_are_bound_to_origin_swarm_step_microbatch_and_content() -> None:
     assert not proven(step=8)
     assert not proven(microbatch=5)
     assert not proven(tokens=b"tokenz")
-
-
-def test_a_signature_for_one_purpose_proves_nothing_for_another() -> None:
-    tokens = body_digest((b"in",))
-    receipt = sign_receipt(SELF, SWARM, **FACTS)
-    assert not check_tokens(SELF.peer_id, SWARM, receipt, step=9, microbatch=4, tokens=tokens)
 
 
 def test_a_digest_does_not_depend_on_the_cuts_between_buffers() -> None:

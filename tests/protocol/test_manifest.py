@@ -25,7 +25,7 @@ from protocol.packing import pack
 
 PEER = Identity(bytes(range(32))).peer_id
 DEFAULT = Manifest(name="attic")
-GOLDEN_SWARM_ID = "aabfd8c3a71db44dd7c015515fcadccd39fdf4b8bf4fb7c83c3d685b167e638c"
+GOLDEN_SWARM_ID = "6cfa9ea36bf9753d52774b8101e7d691d28f05c7fc2e81658263e36a49b8e6f2"
 
 names = st.text(min_size=1, max_size=64).filter(lambda name: name.isprintable() and name == name.strip())
 
@@ -61,7 +61,12 @@ def manifests(draw: st.DrawFn) -> Manifest:
             },
             "data": {"source": "file:" + draw(names), "text_field": draw(names)},
             "wire": {"gradient_dtype": draw(st.sampled_from(["bf16", "fp32", "int8"]))},
-            "verifier": {"norm_bound": draw(floats(1e-300, 1e30)), "allow_drills": draw(st.booleans())},
+            "verifier": {
+                "norm_bound": draw(floats(1e-300, 1e30)),
+                "audit_rate": draw(floats(0.0, 1.0)),
+                "audit_suspicion": draw(floats(1.0, 1e3)),
+                "allow_drills": draw(st.booleans()),
+            },
             "network": {"lease_seconds": lease, "renew_seconds": max(0.1, lease / 3)},
             "admission": {"mode": "invited", "coordinator": PEER} if draw(st.booleans()) else {},
         }

@@ -20,6 +20,7 @@ from protocol.fields import MAX_STEP, decode, encode
 from protocol.framing import FrameKind, FrameReader, decode_head, encode_head
 from protocol.messages import (
     MAX_MICROBATCHES,
+    MAX_RECEIPT_BYTES,
     MAX_REPLICAS,
     MAX_SKETCH_BYTES,
     PUBLIC_METHODS,
@@ -71,9 +72,53 @@ EXAMPLES: list[Any] = [
         hop=b"hop",
         input_hop=b"earlier",
     ),
-    messages.Trained(loss=5.5, dtype="fp32", shape=(2, 2), hop=b"h", input_hop=None, receipt=S64, parameters=D32),
+    messages.Receipt(
+        peer=PEER,
+        stage=1,
+        step=MAX_STEP,
+        microbatch=7,
+        received=D32,
+        sent=D32,
+        got=D32,
+        returned=D32,
+        parameters=D32,
+        signature=S64,
+    ),
+    messages.Receipt(
+        peer=PEER,
+        stage=2,
+        step=3,
+        microbatch=7,
+        received=D32,
+        sent=b"",
+        got=b"",
+        returned=D32,
+        parameters=D32,
+        signature=S64,
+    ),
+    messages.Trained(
+        loss=5.5,
+        dtype="fp32",
+        shape=(2, 2),
+        hop=b"h",
+        input_hop=b"below",
+        receipt=bytes(MAX_RECEIPT_BYTES),
+        input_receipt=bytes(MAX_RECEIPT_BYTES),
+        outlier=True,
+    ),
+    messages.Trained(loss=5.5, dtype="fp32", shape=(2, 2), hop=b"h", input_hop=None, receipt=b"receipt"),
     messages.Cleared(step=3, microbatch=7, hops=(b"one", b"two")),
     messages.End(step=3, loss=1.5, microbatches=8),
+    messages.EndAnswer(parameters=D32),
+    messages.EndAnswer(),
+    messages.Audit(statement=b"receipt", draw=S64, origin=PEER, origin_signature=S64, tokens_bytes=512),
+    messages.Audit(statement=bytes(messages.MAX_HOP_BYTES), draw=S64),
+    messages.AuditAnswer(guilty=True, reason="gradient", signature=S64),
+    messages.AuditAnswer(guilty=False, reason="", signature=S64),
+    messages.Evidence(step=3, microbatch=7, returned=D32),
+    messages.EvidenceAnswer(input_receipt=b"receipt"),
+    messages.Parameters(digest=D32),
+    messages.Baseline(step=3),
     messages.ShareDone(
         step=3,
         round=1,
@@ -147,6 +192,8 @@ def test_every_method_has_a_stream_and_strangers_use_only_the_control_stream() -
     assert set(STREAM_OF) == set(Method)
     assert all(STREAM_OF[method] is StreamKind.CONTROL for method in PUBLIC_METHODS)
     assert STREAM_OF[Method.TRAIN] is StreamKind.TENSOR and STREAM_OF[Method.END] is StreamKind.CONTROL
+    for method in (Method.AUDIT, Method.EVIDENCE, Method.PARAMETERS, Method.BASELINE):
+        assert STREAM_OF[method] is StreamKind.TENSOR  # they carry tensors
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,15 @@ from protocol.errors import RecordError
 from protocol.identity import Identity
 from protocol.messages import MAX_RECORD_BYTES
 from protocol.packing import pack, unpack
+from protocol.receipts import sign_draw, sign_vote, statement_digest
 from protocol.records import (
     MAX_ACCUSATION_AHEAD_SECONDS,
     MAX_CLAIM_AHEAD_SECONDS,
+    MAX_VOTES,
     Accusation,
     Claim,
     NodeState,
+    Verdict,
     accusation_key,
     claim_key,
     parse_record,
@@ -28,7 +31,9 @@ from protocol.records import (
     record_subkey,
     sign_accusation,
     sign_claim,
+    sign_verdict,
     supersedes,
+    verdict_key,
 )
 
 SELF = Identity(bytes(range(32)))
@@ -67,6 +72,29 @@ ACCUSATION = Accusation(
     evidence=b"\x09" * 32,
     expires=NOW + 3600.0,
 )
+JURORS = [Identity(bytes([number]) * 32) for number in range(1, 18)]
+SUBJECT = statement_digest(b"the statement of the accused")
+
+
+def voted(*jurors: Identity, **changes: Any) -> tuple[tuple[str, bytes], ...]:
+    """Votes that OTHER is guilty."""
+    about = {"subject": SUBJECT, "accused": OTHER.peer_id, "guilty": True, **changes}
+    swarm = about.pop("swarm", SWARM)
+    return tuple((juror.peer_id, sign_vote(juror, swarm, **about)) for juror in jurors)
+
+
+VERDICT = Verdict(
+    swarm=SWARM,
+    writer=SELF.peer_id,
+    accused=OTHER.peer_id,
+    accused_stage=1,
+    reason="gradient",
+    step=41,
+    subject=SUBJECT,
+    draw=sign_draw(SELF, SWARM, SUBJECT),
+    votes=voted(*JURORS[:2]),
+    expires=NOW + 3600.0,
+)
 
 GOLDEN_CLAIM = (
     "9301c5018bde0010ab6163746976655f66726f6d28a961646472657373657391d9532f6970342f3230332e302e3131332e37"
@@ -79,6 +107,23 @@ GOLDEN_CLAIM = (
     "6e696e67a47374657029a5737761726dc420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
     "c44093a355749a17be8008e794ce0ec46727c0960c97ff95a71d25380e1d4a2417dc02907798900ac474f0c32729162818b1"
     "526570a3c74c1dadbbd5fb6c65218d03"
+)
+
+GOLDEN_VERDICT = (
+    "9303c502448aa761636375736564d934313244334b6f6f574a315473696a48374835463734686641443558697368517a3373"
+    "78726d41745659333747744e643943715966ad616363757365645f737461676501a464726177c4403d05ba806727c1662958"
+    "0fcca07b2f4d8df146255fc3a4ec4f0e7fb86e7d9d56ae4ce75b29f5c9a07b9e3c1142c1872226e76caf2a4585ae631ce18f"
+    "148b4a0ea765787069726573cb41da13bbe4000000a6726561736f6ea86772616469656e74a47374657029a77375626a6563"
+    "74c420acf836be1942856a943d50674fcf99728d1027008e4b7d5ffb94b14bbb997b68a5737761726dc42000010203040506"
+    "0708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa5766f7465739292d934313244334b6f6f574b3939566f5678"
+    "4e4537587a79427758457a573778684b37477076383572394633563366794b53554b504835c4405f0ee6ab0a1f2e0194fa2a"
+    "37f2e1930dcd4ba3c91e2115aa3fc62798c255381ab0cfe1530296462e3d40df083af8c49f10ff96ba4ea444331341fd4812"
+    "845d0692d934313244334b6f6f574a576f61715a6844616f454673684637526831627059396f68696846687a635736643639"
+    "4c72324e41537571c4409777a5bac9c85f2b714a0d5f1dc3f987017ae44ecb99816bdfb293c07909a67020b9e999dadd7621"
+    "8d7afa456b0c96225e74b8d809778a4ebabed5fe90c00e03a6777269746572d934313244334b6f6f574134586f70314a6154"
+    "334d487877594d6b436570597376346950566f704d5877437a35694859644266655342c4403cf5aa7c7daa55377448e5e4f5"
+    "6c3ab7f3eb82fe749d507f06d068aa9f640f9419ea0faa003078db5770420e7b1a6a75d87f1d37748b3d875f26e2398bc840"
+    "09"
 )
 
 
@@ -151,6 +196,27 @@ def accusations(draw: st.DrawFn) -> tuple[Identity, Accusation]:
     return identity, accusation
 
 
+@st.composite
+def verdicts(draw: st.DrawFn) -> tuple[Identity, Verdict]:
+    writer, accused, *jurors = [
+        Identity(seed) for seed in draw(st.lists(seeds, min_size=3, max_size=2 + MAX_VOTES, unique=True))
+    ]
+    swarm, subject = draw(seeds), draw(seeds)
+    verdict = Verdict(
+        swarm=swarm,
+        writer=writer.peer_id,
+        accused=accused.peer_id,
+        accused_stage=draw(st.integers(0, 127)),
+        reason=draw(printable.filter(bool)),
+        step=draw(st.integers(0, 2**40)),
+        subject=subject,
+        draw=sign_draw(writer, swarm, subject),
+        votes=voted(*jurors, swarm=swarm, subject=subject, accused=accused.peer_id),
+        expires=draw(st.floats(NOW, NOW + MAX_ACCUSATION_AHEAD_SECONDS, exclude_min=True)),
+    )
+    return writer, verdict
+
+
 @given(claims())
 def test_a_claim_reads_back_equal(signed: tuple[Identity, Claim]) -> None:
     identity, claim = signed
@@ -163,7 +229,16 @@ def test_an_accusation_reads_back_equal(signed: tuple[Identity, Accusation]) -> 
     assert read(sign_accusation(identity, accusation)) == accusation
 
 
-@pytest.mark.parametrize("data", [sign_claim(SELF, CLAIM), sign_accusation(SELF, ACCUSATION)])
+@settings(max_examples=30)
+@given(verdicts())
+def test_a_verdict_reads_back_equal(signed: tuple[Identity, Verdict]) -> None:
+    writer, verdict = signed
+    assert read(sign_verdict(writer, verdict), swarm=verdict.swarm) == verdict
+
+
+@pytest.mark.parametrize(
+    "data", [sign_claim(SELF, CLAIM), sign_accusation(SELF, ACCUSATION), sign_verdict(SELF, VERDICT)]
+)
 def test_no_byte_of_a_record_can_be_changed(data: bytes) -> None:
     for position in range(len(data)):
         for mask in (0x01, 0x80, 0xFF):
@@ -200,17 +275,25 @@ junk = st.recursive(
 )
 
 
-@settings(deadline=None)
-@given(field=st.sampled_from(sorted(payload_of(CLAIM))), value=junk)
-def test_any_signed_value_of_a_field_is_checked_or_refused(field: str, value: object) -> None:
+FIELDS = [
+    (record, kind, field)
+    for kind, record in ((1, CLAIM), (2, ACCUSATION), (3, VERDICT))
+    for field in sorted(payload_of(record))
+]
+
+
+@settings(deadline=None, max_examples=300)
+@given(place=st.sampled_from(FIELDS), value=junk)
+def test_any_signed_value_of_a_field_is_checked_or_refused(place: tuple[records.Record, int, str], value: Any) -> None:
+    record, kind, field = place
     try:
-        record = read(envelope(payload_of(CLAIM) | {field: value}))
+        record = read(envelope(payload_of(record) | {field: value}, kind=kind))
     except RecordError:
         return
     assert getattr(record, field) == (tuple(value) if isinstance(value, list) else value)
 
 
-@given(kind=st.integers(0, 3), values=junk)
+@given(kind=st.integers(0, 4), values=junk)
 def test_any_signed_payload_is_refused_without_a_crash(kind: int, values: object) -> None:
     refused(envelope(values, kind=kind))
 
@@ -282,9 +365,68 @@ def test_a_signed_accusation_that_breaks_a_rule_is_refused(changes: dict[str, ob
     assert refused(envelope(payload_of(ACCUSATION) | changes, kind=2)) == kind
 
 
-@pytest.mark.parametrize("record", [CLAIM, ACCUSATION])
-def test_every_field_is_required_and_unknown_fields_are_ignored(record: records.Record) -> None:
-    kind = 1 if isinstance(record, Claim) else 2
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"swarm": bytes(32)}, "foreign_swarm"),
+        ({"swarm": b""}, "range"),
+        ({"writer": "12D3KooW"}, "range"),
+        ({"writer": JURORS[0].peer_id}, "signature"),
+        ({"accused": b"12D3KooW"}, "type"),
+        ({"accused": JURORS[5].peer_id}, "signature"),
+        ({"accused": JURORS[0].peer_id}, "range"),  # one of its own jurors
+        ({"accused": SELF.peer_id}, "range"),  # the writer
+        ({"accused_stage": 128}, "range"),
+        ({"accused_stage": True}, "type"),
+        ({"reason": ""}, "range"),
+        ({"reason": "a" * 41}, "range"),
+        ({"reason": "two\nlines"}, "range"),
+        ({"step": -1}, "range"),
+        ({"subject": bytes(31)}, "range"),
+        ({"subject": bytes(32)}, "signature"),
+        ({"draw": bytes(63)}, "range"),
+        ({"draw": bytes(64)}, "signature"),
+        ({"draw": sign_draw(OTHER, SWARM, SUBJECT)}, "signature"),
+        ({"draw": sign_draw(SELF, SWARM, bytes(32))}, "signature"),
+        ({"draw": sign_draw(SELF, bytes(32), SUBJECT)}, "signature"),
+        ({"draw": SELF.sign("vote", pack([SWARM, SUBJECT]))}, "signature"),
+        ({"votes": ()}, "range"),
+        ({"votes": voted(*JURORS)}, "range"),
+        ({"votes": voted(JURORS[0], JURORS[0])}, "range"),
+        ({"votes": voted(JURORS[0], OTHER)}, "range"),
+        ({"votes": 1}, "type"),
+        ({"votes": {JURORS[0].peer_id: bytes(64)}}, "type"),
+        ({"votes": [JURORS[0].peer_id, bytes(64)]}, "type"),
+        ({"votes": [(JURORS[0].peer_id, bytes(64), 1)]}, "type"),
+        ({"votes": [(JURORS[0].peer_id,)]}, "type"),
+        ({"votes": [(1, bytes(64))]}, "type"),
+        ({"votes": [("12D3KooW", bytes(64))]}, "range"),
+        ({"votes": [(JURORS[0].peer_id, "text")]}, "type"),
+        ({"votes": [(JURORS[0].peer_id, bytes(63))]}, "range"),
+        ({"votes": [*voted(JURORS[0]), (JURORS[1].peer_id, bytes(64))]}, "signature"),
+        ({"votes": [*voted(JURORS[0]), (JURORS[1].peer_id, voted(JURORS[2])[0][1])]}, "signature"),
+        ({"votes": voted(*JURORS[:2], guilty=False)}, "signature"),
+        ({"votes": voted(*JURORS[:2], subject=bytes(32))}, "signature"),
+        ({"votes": voted(*JURORS[:2], accused=JURORS[5].peer_id)}, "signature"),
+        ({"votes": voted(*JURORS[:2], swarm=bytes(32))}, "signature"),
+        ({"expires": NOW}, "expired"),
+        ({"expires": NOW + MAX_ACCUSATION_AHEAD_SECONDS + 1.0}, "too_far_ahead"),
+        ({"expires": int(NOW) + 1}, "type"),
+    ],
+)
+def test_a_signed_verdict_that_breaks_a_rule_is_refused(changes: dict[str, object], kind: str) -> None:
+    assert refused(envelope(payload_of(VERDICT) | changes, kind=3)) == kind
+
+
+def test_whoever_asked_may_have_voted_too_and_one_vote_is_a_verdict_to_be_weighed_by_others() -> None:
+    # How many votes convict is for the reader to say, who knows the jury.
+    for jurors in ((JURORS[0],), (SELF, JURORS[0]), JURORS[:MAX_VOTES]):
+        verdict = dataclasses.replace(VERDICT, votes=voted(*jurors))
+        assert read(sign_verdict(SELF, verdict)) == verdict
+
+
+@pytest.mark.parametrize(("record", "kind"), [(CLAIM, 1), (ACCUSATION, 2), (VERDICT, 3)])
+def test_every_field_is_required_and_unknown_fields_are_ignored(record: records.Record, kind: int) -> None:
     values = payload_of(record)
     for name in values:
         assert refused(envelope({key: values[key] for key in values if key != name}, kind=kind)) == "shape"
@@ -306,7 +448,8 @@ def test_every_field_is_required_and_unknown_fields_are_ignored(record: records.
         (pack([1, b"", bytes(63)]), "shape"),
         (pack([1, "text", bytes(64)]), "type"),
         (pack([True, b"", bytes(64)]), "type"),
-        (envelope(payload_of(CLAIM), kind=3), "unknown_kind"),
+        (envelope(payload_of(CLAIM), kind=3), "shape"),
+        (envelope(payload_of(CLAIM), kind=4), "unknown_kind"),
         (envelope(payload_of(CLAIM), kind=-1), "unknown_kind"),
         (envelope(b"\xc1"), "shape"),
         (envelope([1]), "shape"),
@@ -331,6 +474,9 @@ def test_a_signature_of_one_kind_does_not_serve_for_another() -> None:
     payload = pack(payload_of(CLAIM))
     assert refused(pack([1, payload, SELF.sign("record/2", payload)])) == "signature"
     assert refused(pack([1, payload, SELF.sign("receipt", payload)])) == "signature"
+    payload = pack(payload_of(VERDICT))
+    for context in ("record/1", "record/2", "vote", "draw"):
+        assert refused(pack([3, payload, SELF.sign(context, payload)])) == "signature"
 
 
 def test_the_caller_chooses_how_far_ahead_a_claim_may_expire() -> None:
@@ -350,6 +496,12 @@ def test_only_rule_abiding_records_of_its_own_does_an_identity_sign() -> None:
         sign_claim(SELF, dataclasses.replace(CLAIM, stage=128))
     with pytest.raises(ValueError, match="own writer"):
         sign_accusation(SELF, dataclasses.replace(ACCUSATION, accused=SELF.peer_id))
+    with pytest.raises(ValueError, match="cannot sign"):
+        sign_verdict(OTHER, VERDICT)
+    with pytest.raises(ValueError, match="juror twice"):
+        sign_verdict(SELF, dataclasses.replace(VERDICT, votes=voted(JURORS[0], JURORS[0])))
+    with pytest.raises(ValueError, match="votes"):
+        sign_verdict(SELF, dataclasses.replace(VERDICT, votes=voted(*JURORS)))
 
 
 def test_whole_numbers_are_written_as_floats_where_floats_belong() -> None:
@@ -375,10 +527,24 @@ def test_the_largest_claim_fits() -> None:
     assert read(sign_claim(SELF, largest)) == largest
 
 
+def test_the_largest_verdict_fits() -> None:
+    largest = dataclasses.replace(
+        VERDICT,
+        accused_stage=127,
+        reason="\U0001f300" * 40,
+        step=2**40,
+        votes=voted(*JURORS[:MAX_VOTES]),
+    )
+    assert len(sign_verdict(SELF, largest)) <= MAX_RECORD_BYTES
+    assert read(sign_verdict(SELF, largest)) == largest
+
+
 def test_keys_follow_from_swarm_stage_and_accused_and_the_subkey_is_the_writer() -> None:
     assert record_key(CLAIM) == claim_key(SWARM.hex(), 1) == f"sentinel/{SWARM.hex()}/claim/1"
     assert record_key(ACCUSATION) == accusation_key(SWARM.hex(), OTHER.peer_id)
-    assert record_subkey(CLAIM) == record_subkey(ACCUSATION) == SELF.peer_id
+    assert record_key(VERDICT) == verdict_key(SWARM.hex(), OTHER.peer_id)
+    assert record_key(VERDICT) == f"sentinel/{SWARM.hex()}/verdict/{OTHER.peer_id}"
+    assert record_subkey(CLAIM) == record_subkey(ACCUSATION) == record_subkey(VERDICT) == SELF.peer_id
 
 
 def test_a_later_process_or_a_later_renewal_supersedes() -> None:
@@ -394,3 +560,8 @@ def test_a_later_process_or_a_later_renewal_supersedes() -> None:
 def test_the_bytes_of_a_claim_never_change() -> None:
     assert sign_claim(SELF, CLAIM).hex() == GOLDEN_CLAIM
     assert read(bytes.fromhex(GOLDEN_CLAIM)) == CLAIM
+
+
+def test_the_bytes_of_a_verdict_never_change() -> None:
+    assert sign_verdict(SELF, VERDICT).hex() == GOLDEN_VERDICT
+    assert read(bytes.fromhex(GOLDEN_VERDICT)) == VERDICT

@@ -1,0 +1,295 @@
+"""Having peers' work computed again: when, by whom, and what follows from it.
+
+Whoever holds a signed statement of a peer, and the tensors that it is about, may open a *case*. One juror
+computes the microbatch again. If it finds the work honest, that is all. If not, the rest of the jury is asked,
+and its majority decides: against the accused, whom the signed votes eject everywhere; or against the juror who
+cried wolf. The jury is drawn by a signature that the accused cannot foresee.
+
+Cases run beside the training and wait for the jurors' idle time; what cannot be settled while the parameters are
+kept expires, and is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from node.drill import Drill
+from node.guard import Guard
+from node.membership import Membership
+from node.telemetry import Telemetry
+from protocol.errors import MessageError, RemoteError, SentinelError
+from protocol.fields import decode
+from protocol.framing import Buffer
+from protocol.hops import body_digest
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.messages import Audit, AuditAnswer, Evidence, EvidenceAnswer, Method
+from protocol.receipts import check_input_receipt, check_vote, open_receipt, sign_draw, statement_digest
+from protocol.records import MAX_VOTES, Verdict, sign_verdict
+from protocol.tensors import WireDtype, encoded_bytes
+from protocol.transports.sessions import Transport
+from verifier.audit import audit_chance
+from verifier.quorum import convicts
+from verifier.verdicts import Reason
+
+log = logging.getLogger(__name__)
+
+MAX_OPEN_CASES = 8
+FIRST_JURORS = 3
+"""Drawn jurors that are asked, one after another, until one has an answer."""
+FOLLOW_CHANCE = 0.25
+"""How often an audit that found nothing goes on with the stage below: two neighbours who collude audit each other
+never, but whoever calls the first of them can follow the receipts down to the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One microbatch of one peer, as the peer that opens the case saw it."""
+
+    accused: str
+    stage: int
+    step: int
+    microbatch: int
+    statement: bytes
+    """The accused's packed receipt; in the first stage the packed hop of what it sent."""
+    tensors: tuple[Buffer, ...]
+    """As they travelled: what the accused received and what it returned; in the first stage what it sent."""
+    tokens: bytes
+    origin: str
+    origin_signature: bytes
+    flagged: bool = False
+    """Whether the statistics refused the tensor: the strike for it is withdrawn if the work was honest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Vote:
+    guilty: bool
+    reason: str
+    signature: bytes
+
+
+class Auditor:
+    """Opens cases and sees them through."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        manifest: Manifest,
+        transport: Transport,
+        membership: Membership,
+        guard: Guard,
+        telemetry: Telemetry,
+        drill: Drill | None,
+        publish: Callable[[bytes, Verdict], None],
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """``publish(signed bytes, verdict)`` tells the swarm; ``chance()`` draws from [0, 1)."""
+        self._identity = identity
+        self._manifest = manifest
+        self._swarm = bytes.fromhex(manifest.swarm_id)
+        self._last = manifest.num_stages - 1
+        self._transport = transport
+        self._membership = membership
+        self._guard = guard
+        self._telemetry = telemetry
+        self._drill = drill
+        self._publish = publish
+        self._chance = chance
+        self._open: dict[str, asyncio.Task[None]] = {}
+        settings = manifest.verifier
+        self._rate = settings.audit_rate if settings.audits else 0.0
+        self._suspicion = settings.audit_suspicion
+        shape = manifest.activation_shape
+        self._evidence_bytes = encoded_bytes(shape, WireDtype(manifest.wire.activation_dtype)) + encoded_bytes(
+            shape, WireDtype(manifest.wire.gradient_dtype)
+        )
+
+    def consider(self, case: Case, *, score: float) -> None:
+        """Open the case if chance, or suspicion, wants it. ``score``: the tensor's largest statistic by its fence."""
+        if self._rate <= 0.0 or self._guard.judged_finally(case.accused):
+            return
+        if self._drill is not None and self._drill.spares(case.accused, case.step):
+            return
+        chance = audit_chance(
+            rate=self._rate,
+            suspicion=self._suspicion,
+            suspect=self._guard.unproven(case.accused),
+            score=2.0 if case.flagged else score,
+        )
+        if self._chance() < chance:
+            self._begin(case)
+
+    async def close(self) -> None:
+        """Drop what is open."""
+        tasks = list(self._open.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # one case ------------------------------------------------------------------------
+
+    def _begin(self, case: Case) -> None:
+        if case.accused in self._open:
+            return  # its outcome comes soon enough
+        if len(self._open) >= MAX_OPEN_CASES:
+            self._telemetry.audited("skipped")
+            return
+        task = asyncio.get_running_loop().create_task(self._run(case))
+        self._open[case.accused] = task
+        task.add_done_callback(lambda _: self._open.pop(case.accused, None))
+
+    async def _run(self, case: Case) -> None:
+        started = time.monotonic()
+        try:
+            outcome = await self._settle(case)
+        except SentinelError as error:
+            log.debug("the audit of %s failed: %s", case.accused[-8:], error)
+            outcome = "inconclusive"
+        self._telemetry.audited(outcome, time.monotonic() - started)
+
+    async def _settle(self, case: Case) -> str:
+        """See a case through; returns how it ended, a word for the metric."""
+        subject = statement_digest(case.statement)
+        draw = sign_draw(self._identity, self._swarm, subject)
+        jury = self._guard.jury(draw, case.accused, case.stage)
+        votes: dict[str, _Vote] = {}
+        refusals: list[str] = []
+        askable = [juror for juror in jury if juror != self._membership.me]
+        asked = 0
+        for juror in askable[:FIRST_JURORS]:
+            asked += 1
+            vote = await self._ask(juror, case, draw, subject, refusals)
+            if vote is not None:
+                votes[juror] = vote
+                break
+        if not votes:
+            return self._unsettled(case, refusals)
+        if not any(vote.guilty for vote in votes.values()):
+            self._cleared(case)
+            await self._follow(case)
+            return "honest"
+        rest = askable[asked:]
+        answers = await asyncio.gather(*(self._ask(juror, case, draw, subject, refusals) for juror in rest))
+        votes |= {juror: vote for juror, vote in zip(rest, answers, strict=True) if vote is not None}
+        return self._decide(case, draw, subject, jury, votes)
+
+    def _decide(self, case: Case, draw: bytes, subject: bytes, jury: Sequence[str], votes: dict[str, _Vote]) -> str:
+        guilty = {juror: vote for juror, vote in votes.items() if vote.guilty}
+        honest = votes.keys() - guilty.keys()
+        # Who has left since the draw does not acquit by its silence.
+        live = [juror for juror in jury if self._membership.view.stage_of(juror) is not None]
+        if convicts(accused=case.accused, jury=jury, guilty=guilty, live=live):
+            verdict = Verdict(
+                swarm=self._swarm,
+                writer=self._identity.peer_id,
+                accused=case.accused,
+                accused_stage=case.stage,
+                reason=sorted(vote.reason for vote in guilty.values())[len(guilty) // 2],
+                step=case.step,
+                subject=subject,
+                draw=draw,
+                votes=tuple((juror, vote.signature) for juror, vote in list(guilty.items())[:MAX_VOTES]),
+                expires=time.time() + self._manifest.verifier.ejection_seconds,
+            )
+            for juror in honest:
+                self._guard.strike(juror, Reason.FALSE_VOTE, case.step, detail="it acquitted whom its jury convicted")
+            self._publish(sign_verdict(self._identity, verdict), verdict)
+            return "guilty"
+        if 2 * len(honest) > len(votes):
+            for juror in guilty:
+                self._guard.strike(juror, Reason.FALSE_VOTE, case.step, detail="it convicted whom its jury acquitted")
+            self._cleared(case)
+            return "honest"
+        self._guard.strike(case.accused, Reason.AUDIT, case.step, detail="the jurors of an audit disagree")
+        return "disputed"
+
+    def _unsettled(self, case: Case, refusals: list[str]) -> str:
+        if "parameters" in refusals:
+            # Whoever computes with other parameters than its siblings is found out by all of them.
+            self._guard.strike(case.accused, Reason.PARAMETERS, case.step, detail="its parameters are not its stage's")
+            return "parameters"
+        if "expired" in refusals:
+            return "expired"
+        return "inconclusive"
+
+    def _cleared(self, case: Case) -> None:
+        if case.flagged:
+            self._guard.clear((case.accused,), step=case.step, microbatch=case.microbatch)
+
+    async def _ask(self, juror: str, case: Case, draw: bytes, subject: bytes, refusals: list[str]) -> _Vote | None:
+        wants_tokens = case.stage in (0, self._last)
+        message = Audit(
+            statement=case.statement,
+            draw=draw,
+            origin=case.origin if wants_tokens else "",
+            origin_signature=case.origin_signature if wants_tokens else b"",
+            tokens_bytes=len(case.tokens) if wants_tokens else 0,
+        )
+        body = (*case.tensors, case.tokens) if wants_tokens else case.tensors
+        try:
+            response = await self._transport.call(
+                juror, Method.AUDIT, message, body, timeout=3 * self._manifest.network.hop_timeout_seconds
+            )
+            answer = decode(AuditAnswer, response.head)
+            signed = check_vote(
+                juror, self._swarm, answer.signature, subject=subject, accused=case.accused, guilty=answer.guilty
+            )
+            if not signed:
+                raise MessageError("a vote is not signed by its juror", kind="receipt")
+        except RemoteError as error:
+            log.debug("juror %s does not vote: %s", juror[-8:], error)
+            refusals.append(error.kind)
+            return None
+        except SentinelError as error:
+            log.debug("juror %s was not reached: %s", juror[-8:], error)
+            return None
+        return _Vote(guilty=answer.guilty, reason=answer.reason or "activation", signature=answer.signature)
+
+    # further down --------------------------------------------------------------------
+
+    async def _follow(self, case: Case) -> None:
+        """Go on with the stage below if what came out of the accused is odd, or now and then by chance.
+
+        An honest replica that was given a false gradient passes it on; its evidence leads to who made it.
+        """
+        if case.stage in (0, self._last) or not (case.flagged or self._chance() < FOLLOW_CHANCE):
+            return
+        receipt = open_receipt(case.statement, self._swarm)
+        response = await self._transport.call(
+            case.accused,
+            Method.EVIDENCE,
+            Evidence(step=case.step, microbatch=case.microbatch, returned=receipt.returned),
+            timeout=self._manifest.network.hop_timeout_seconds,
+            reply_limit=self._evidence_bytes,
+        )
+        answer = decode(EvidenceAnswer, response.head)
+        below = check_input_receipt(answer.input_receipt, self._swarm, of=receipt)
+        view = memoryview(response.data)
+        half = self._evidence_bytes - encoded_bytes(
+            self._manifest.activation_shape, WireDtype(self._manifest.wire.gradient_dtype)
+        )
+        sent, got = view[:half], view[half:]
+        if body_digest((sent,)) != receipt.sent or body_digest((got,)) != receipt.got:
+            raise MessageError("the evidence is not what the accused signed for", kind="receipt")
+        if below.peer == self._membership.me or below.peer in self._open or self._guard.judged_finally(below.peer):
+            return
+        self._begin(
+            Case(
+                accused=below.peer,
+                stage=below.stage,
+                step=case.step,
+                microbatch=case.microbatch,
+                statement=answer.input_receipt,
+                tensors=(sent, got),
+                tokens=case.tokens,
+                origin=case.origin,
+                origin_signature=case.origin_signature,
+                flagged=case.flagged,
+            )
+        )

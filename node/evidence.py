@@ -1,0 +1,68 @@
+"""What this node sent on and got back, kept for a while so that its work can be computed again.
+
+Whoever audits a node needs what passed between it and the stage below. Each node keeps that for the present
+step and the one before, within a limit of bytes; of the present step nothing is ever dropped, for a node that
+cannot show its evidence in time counts as one that hides it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.framing import Buffer
+
+KEPT_BYTES = 256 << 20
+"""For steps that are over. The present step is bounded by the work that a node takes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One microbatch between this stage and the next, as it travelled."""
+
+    sent: Sequence[Buffer]
+    got: Buffer
+    input_receipt: bytes
+    """The packed receipt of the replica below."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return sum(memoryview(buffer).nbytes for buffer in self.sent) + memoryview(self.got).nbytes
+
+
+class EvidenceStore:
+    """Evidence by step, microbatch and the digest of the gradient that was returned for it."""
+
+    def __init__(self, *, keep: bool, limit: int = KEPT_BYTES) -> None:
+        """``keep``: false where nobody audits."""
+        self._keep = keep
+        self._limit = limit
+        self._kept: OrderedDict[tuple[int, int, bytes], Kept] = OrderedDict()
+        self._bytes = 0
+
+    def add(self, step: int, microbatch: int, returned: bytes, kept: Kept) -> None:
+        """Keep one microbatch's evidence."""
+        key = (step, microbatch, returned)
+        if not self._keep or key in self._kept:
+            return
+        self._kept[key] = kept
+        self._bytes += kept.nbytes
+        while self._bytes > self._limit:
+            oldest = next(iter(self._kept))
+            if oldest[0] >= step:
+                break
+            self._drop(oldest)
+
+    def find(self, step: int, microbatch: int, returned: bytes) -> Kept | None:
+        """The evidence, if it is still kept."""
+        return self._kept.get((step, microbatch, returned))
+
+    def forget_before(self, step: int) -> None:
+        """Let go of what is older than a step."""
+        for key in [key for key in self._kept if key[0] < step]:
+            self._drop(key)
+
+    def _drop(self, key: tuple[int, int, bytes]) -> None:
+        self._bytes -= self._kept.pop(key).nbytes
