@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from node.drill import Drill
@@ -161,9 +161,7 @@ class Auditor:
         votes: dict[str, _Vote] = {}
         refusals: list[str] = []
         askable = [juror for juror in jury if juror != self._membership.me]
-        asked = 0
         for juror in askable[:FIRST_JURORS]:
-            asked += 1
             vote = await self._ask(juror, case, draw, subject, refusals)
             if vote is not None:
                 votes[juror] = vote
@@ -174,40 +172,51 @@ class Auditor:
             self._cleared(case)
             await self._follow(case)
             return "honest"
-        rest = askable[asked:]
-        answers = await asyncio.gather(*(self._ask(juror, case, draw, subject, refusals) for juror in rest))
-        votes |= {juror: vote for juror, vote in zip(rest, answers, strict=True) if vote is not None}
-        return self._decide(case, draw, subject, jury, votes)
+        settled: list[str] = []
+        for enlarged in (False, True):
+            jury = self._guard.jury(draw, case.accused, case.stage, enlarged=enlarged)
+            rest = [juror for juror in jury if juror not in (*votes, *settled, self._membership.me)]
+            answers = await asyncio.gather(*(self._ask(juror, case, draw, subject, refusals) for juror in rest))
+            votes |= {juror: vote for juror, vote in zip(rest, answers, strict=True) if vote is not None}
+            settled += rest
+            outcome = self._decide(case, draw, subject, jury, votes)
+            if outcome:
+                return outcome
+        return "disputed"
 
     def _decide(self, case: Case, draw: bytes, subject: bytes, jury: Sequence[str], votes: dict[str, _Vote]) -> str:
+        """What the jury has found, once a majority of it agrees; else nothing."""
         guilty = {juror: vote for juror, vote in votes.items() if vote.guilty}
         honest = votes.keys() - guilty.keys()
         # Who has left since the draw does not acquit by its silence.
         live = [juror for juror in jury if self._membership.view.stage_of(juror) is not None]
         if convicts(accused=case.accused, jury=jury, guilty=guilty, live=live):
-            verdict = Verdict(
-                swarm=self._swarm,
-                writer=self._identity.peer_id,
-                accused=case.accused,
-                accused_stage=case.stage,
-                reason=sorted(vote.reason for vote in guilty.values())[len(guilty) // 2],
-                step=case.step,
-                subject=subject,
-                draw=draw,
-                votes=tuple((juror, vote.signature) for juror, vote in list(guilty.items())[:MAX_VOTES]),
-                expires=time.time() + self._manifest.verifier.ejection_seconds,
-            )
+            self._publish_verdict(case, draw, subject, guilty)
             for juror in honest:
-                self._guard.strike(juror, Reason.FALSE_VOTE, case.step, detail="it acquitted whom its jury convicted")
-            self._publish(sign_verdict(self._identity, verdict), verdict)
+                self._guard.condemn(juror, Reason.FALSE_VOTE, case.step, detail="it acquitted whom its jury convicted")
             return "guilty"
         if 2 * len(honest) > len(votes):
             for juror in guilty:
-                self._guard.strike(juror, Reason.FALSE_VOTE, case.step, detail="it convicted whom its jury acquitted")
+                self._guard.condemn(juror, Reason.FALSE_VOTE, case.step, detail="it convicted whom its jury acquitted")
             self._cleared(case)
             return "honest"
-        self._guard.strike(case.accused, Reason.AUDIT, case.step, detail="the jurors of an audit disagree")
-        return "disputed"
+        return ""
+
+    def _publish_verdict(self, case: Case, draw: bytes, subject: bytes, guilty: Mapping[str, _Vote]) -> None:
+        reasons = sorted(vote.reason for vote in guilty.values())
+        verdict = Verdict(
+            swarm=self._swarm,
+            writer=self._identity.peer_id,
+            accused=case.accused,
+            accused_stage=case.stage,
+            reason=max(reasons, key=reasons.count),
+            step=case.step,
+            subject=subject,
+            draw=draw,
+            votes=tuple((juror, vote.signature) for juror, vote in guilty.items())[:MAX_VOTES],
+            expires=time.time() + self._manifest.verifier.ejection_seconds,
+        )
+        self._publish(sign_verdict(self._identity, verdict), verdict)
 
     def _unsettled(self, case: Case, refusals: list[str]) -> str:
         if "parameters" in refusals:

@@ -11,37 +11,27 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from node.auditor import Auditor
-from node.boundary import Boundary
+from node.assembly import StageParts, assemble
+from node.coordinator import SwarmWatch
 from node.data import TokenStream, open_source
-from node.device import autocast_dtype, available_memory_bytes, choose_device
-from node.digest import parameter_digest
+from node.device import available_memory_bytes, choose_device
 from node.documents import read_documents
 from node.drill import Drill, DrillPlan, parse_drill
-from node.evidence import EvidenceStore
 from node.forming import Applicant, Forming
 from node.guard import Guard
-from node.history import ParameterHistory
 from node.http import HttpServer, finite
-from node.juror import Juror
 from node.membership import Membership, Timing
 from node.metrics import Metrics
-from node.model import StageModule
 from node.network import Network, P2PNetwork
-from node.optimizer import StepOptimizer
 from node.pipeline import Pipeline
-from node.replay import Replayer
 from node.settings import NodeSettings
-from node.stage import StageRunner
 from node.state_folder import StateFolder
 from node.status import build_status
 from node.telemetry import Telemetry
@@ -54,17 +44,16 @@ from protocol.errors import (
     DataSourceError,
     EjectedError,
     LocalError,
-    MessageError,
     PreflightError,
     RecordError,
     SentinelError,
     SettingsError,
 )
-from protocol.fields import MAX_STEP, encode
+from protocol.fields import encode
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.manifest import Manifest
-from protocol.messages import MAX_RECORDS, Empty, Method, Push
+from protocol.messages import MAX_RECORDS, Method, Push
 from protocol.records import Accusation, NodeState, Verdict, parse_record, sign_accusation
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.dht import RecordStore
@@ -81,8 +70,6 @@ MAX_CLOCK_OFFSET_SECONDS = 3.0
 SAMPLE_SECONDS = 2.0
 PROGRESS_SECONDS = 15.0
 """Between two lines of the log that say how far training is."""
-MAX_POLLED = 64
-"""Nodes that the coordinator asks for their status at a time."""
 
 
 class Node:
@@ -116,15 +103,11 @@ class Node:
         self.guard: Guard | None = None
         self.trainer: Trainer | None = None
         self.pipeline: Pipeline | None = None
-        self.auditor: Auditor | None = None
-        self.juror: Juror | None = None
+        self.parts: StageParts | None = None
+        self.watch: SwarmWatch | None = None
         self.drill: Drill | None = None
         self.finished = False
         self.stage: int | None = None
-        self.step = 0
-        self.loss: float | None = None
-        """Where the swarm is, as its nodes tell the coordinator."""
-        self.swarm_status: dict[str, PeerReport] = {}
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._entered = False
@@ -162,6 +145,20 @@ class Node:
                 on_operation=self.metrics.dht_operation,
             ),
         )
+
+    @property
+    def step(self) -> int:
+        """The step that this node is in, or of a coordinator the one that its swarm is in."""
+        if self.trainer is not None:
+            return self.trainer.step
+        return self.watch.step if self.watch is not None else 0
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss of the last step in nats per token, if it is known."""
+        if self.telemetry.losses:
+            return self.telemetry.losses[-1][1]
+        return self.watch.loss if self.watch is not None else None
 
     # life ----------------------------------------------------------------------------
 
@@ -289,51 +286,19 @@ class Node:
 
     async def _coordinate(self) -> None:
         """Serve the swarm; watch its nodes for the console and the metrics."""
-        assert self.membership is not None
+        assert self.membership is not None and self.manifest is not None
         self.set_state(NodeState.WAITING, "coordinating")
         self._say(f"invite: {self.invite_line}")
         self._tell_parent()
         self._spawn(self._tell_progress())
+        self.watch = watch = SwarmWatch(
+            transport=self.network.transport, membership=self.membership, metrics=self.metrics
+        )
         while True:
-            await self._poll_nodes()
-            self.set_state(NodeState.WAITING, self._who_is_there())
+            await watch.poll()
+            self.folder.save_peers(self._peer_addresses())
+            self.set_state(NodeState.WAITING, watch.who_is_there(self.manifest))
             await asyncio.sleep(SAMPLE_SECONDS)
-
-    def _who_is_there(self) -> str:
-        assert self.membership is not None and self.manifest is not None
-        view = self.membership.view
-        counts = [len(view.replicas(stage)) for stage in range(view.num_stages)]
-        held = ", ".join(f"{count} in stage {stage}" for stage, count in enumerate(counts))
-        missing = view.missing(self.manifest.stages.min_replicas) if self.step == 0 else {}
-        lacks = ", ".join(f"{count} for stage {stage}" for stage, count in sorted(missing.items()))
-        return f"coordinating: {held}" + (f"; waiting for volunteers: {lacks}" if lacks else "")
-
-    async def _poll_nodes(self) -> None:
-        assert self.membership is not None
-        transport = self.network.transport
-
-        async def ask(peer: str) -> PeerReport:
-            try:
-                return PeerReport.of(await fetch_status(transport, peer))
-            except SentinelError:
-                return PeerReport(answers=False)
-
-        live = list(self.membership.view.claims)
-        # Another part of a large swarm each time.
-        asked = live if len(live) <= MAX_POLLED else random.sample(live, MAX_POLLED)
-        answers = zip(asked, await asyncio.gather(*map(ask, asked)), strict=True)
-        known = {peer: report for peer, report in self.swarm_status.items() if peer in self.membership.view.claims}
-        self.swarm_status = {**known, **dict(answers)}
-        # Nodes may lie: the middle of what they say, so that a few change nothing.
-        losses = sorted(report.loss for report in self.swarm_status.values() if report.loss is not None)
-        steps = sorted(report.step for report in self.swarm_status.values() if report.answers)
-        if losses:
-            self.loss = losses[len(losses) // 2]
-            self.metrics.loss.set(self.loss)
-        if steps:
-            self.step = steps[len(steps) // 2]
-            self.metrics.step.set(self.step)
-        self.folder.save_peers(self._peer_addresses())
 
     async def _train(self) -> None:
         manifest, membership = self.manifest, self.membership
@@ -444,96 +409,25 @@ class Node:
         manifest, membership, guard = self.manifest, self.membership, self.guard
         assert manifest is not None and membership is not None and guard is not None
         self.metrics.identify(peer=self.identity.peer_id, swarm=self.swarm.hex(), stage=str(stage))
-        self._worker = worker = self._make_worker()
-        runner = await asyncio.to_thread(
-            lambda: StageRunner(
-                StageModule(manifest.model, manifest.stages.layers_per_stage, stage),
-                device,
-                autocast_dtype(device, manifest.wire),
-            )
-        )
         if stage == 0:
             await self._open_data(manifest)
-        history = ParameterHistory(
-            runner,
-            digest=await asyncio.to_thread(parameter_digest, runner.flat_parameters()),
-            keep=manifest.verifier.audits,
-        )
-        evidence = EvidenceStore(keep=manifest.verifier.audits)
-        self.auditor = Auditor(
-            identity=self.identity,
-            manifest=manifest,
-            transport=self.network.transport,
-            membership=membership,
-            guard=guard,
-            telemetry=self.telemetry,
-            drill=self.drill,
-            publish=lambda data, verdict: self._spawn(membership.publish_finding(data, verdict)),
-        )
-        self.juror = Juror(
+        self._worker = self._make_worker()
+        self.parts = await assemble(
             identity=self.identity,
             manifest=manifest,
             stage=stage,
+            device=device,
             transport=self.network.transport,
             membership=membership,
             guard=guard,
-            worker=worker,
-            replayer=Replayer(
-                manifest=manifest,
-                stage=stage,
-                runner=runner,
-                history=history,
-                data=self._data if stage == 0 else None,
-                build=lambda other: StageRunner(
-                    StageModule(manifest.model, manifest.stages.layers_per_stage, other),
-                    device,
-                    autocast_dtype(device, manifest.wire),
-                ),
-            ),
-            history=history,
-            evidence=evidence,
+            worker=self._worker,
             telemetry=self.telemetry,
             drill=self.drill,
-        )
-        boundary = Boundary(
-            identity=self.identity,
-            manifest=manifest,
-            stage=stage,
-            stage_of=membership.view.stage_of,
-            drill=self.drill,
-        )
-        self.pipeline = Pipeline(
-            identity=self.identity,
-            manifest=manifest,
-            stage=stage,
-            transport=self.network.transport,
-            membership=membership,
-            boundary=boundary,
-            guard=guard,
-            auditor=self.auditor,
-            evidence=evidence,
-            runner=runner,
-            worker=worker,
-            telemetry=self.telemetry,
-            digest_at=history.digest_at,
-            drill=self.drill,
-        )
-        self.trainer = Trainer(
-            manifest=manifest,
-            stage=stage,
-            transport=self.network.transport,
-            membership=membership,
-            guard=guard,
-            pipeline=self.pipeline,
-            runner=runner,
-            optimizer=StepOptimizer(runner.layout, manifest.training),
-            worker=worker,
-            telemetry=self.telemetry,
-            history=history,
             data=self._data if stage == 0 else None,
             set_state=self.set_state,
-            drill=self.drill,
+            publish=lambda data, verdict: self._spawn(membership.publish_finding(data, verdict)),
         )
+        self.trainer, self.pipeline = self.parts.trainer, self.parts.pipeline
         self._spawn(self._keep_peers())
         return self.trainer
 
@@ -575,10 +469,8 @@ class Node:
             log.warning("the claim could not be released in time; it runs out by itself")
         life.cancel()
         await asyncio.gather(life, return_exceptions=True)
-        if self.trainer is not None:
-            await self.trainer.close()
-        if self.auditor is not None:
-            await self.auditor.close()
+        if self.parts is not None:
+            await self.parts.close()
         await self._keep_verdicts()
         self._write_summary()
         for task in list(self._tasks):
@@ -810,9 +702,7 @@ class Node:
             return ""
         if self.pipeline is not None and self.pipeline.waiting_reason:
             return self.pipeline.waiting_reason
-        losses = self.telemetry.losses
-        step = self.trainer.step if self.trainer is not None else self.step
-        loss = losses[-1][1] if losses else self.loss
+        step, loss = self.step, self.loss
         if step == 0:
             return ""
         text = f"step {step}" + (f", loss {loss:.3f}" if loss is not None else "")
@@ -844,35 +734,3 @@ class Node:
             if not isinstance(error, SentinelError):
                 log.error("a background task failed", exc_info=error)
             self._fail(error if isinstance(error, SentinelError) else LocalError(f"internal failure: {error!r}"))
-
-
-async def fetch_status(transport: Any, peer: str) -> dict[str, Any]:
-    """Ask a peer for its status.
-
-    Raises:
-        SentinelError: it does not answer, or not with a status.
-    """
-    response = await transport.call(peer, Method.STATUS, Empty(), timeout=3.0, reply_limit=1 << 20)
-    try:
-        status = json.loads(bytes(response.data))
-    except (ValueError, RecursionError):
-        raise MessageError("a peer's status is not JSON") from None
-    return status if isinstance(status, dict) else {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerReport:
-    """What a node told the coordinator of itself. It may lie, so only numbers in their range are kept."""
-
-    answers: bool = True
-    step: int = 0
-    loss: float | None = None
-
-    @classmethod
-    def of(cls, status: Mapping[str, Any]) -> PeerReport:
-        """Of a peer's status, whatever that holds."""
-        step, loss = status.get("step"), status.get("loss")
-        return cls(
-            step=step if type(step) is int and 0 <= step <= MAX_STEP else 0,
-            loss=loss if type(loss) is float and math.isfinite(loss) else None,
-        )

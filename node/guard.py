@@ -29,7 +29,7 @@ from verifier.config import CheckerConfig
 from verifier.corroboration import contradicted, corroborated
 from verifier.distances import Reduction
 from verifier.ledger import Ledger, PeerState, StandingChanged
-from verifier.quorum import convicts, ejects, jury, neighbouring_stages, seconds
+from verifier.quorum import JURY_SIZE, LEAST_JURORS, convicts, ejects, jury, neighbouring_stages, seconds
 from verifier.sentinel import BoundaryChecker, Judgement
 from verifier.verdicts import Direction, Reason
 
@@ -293,11 +293,22 @@ class Guard:
 
     def strike(self, peer: str, reason: Reason, step: int, detail: str = "") -> None:
         """Count an offence; at the limit the peer is quarantined here and accused in the swarm."""
+        if self._drill is not None and self._drill.spares(peer, step):
+            return
         self._telemetry.struck(peer, self._view.stage_of(peer), reason.value, step, detail)
         self._evidence.setdefault(peer, deque(maxlen=MAX_EVIDENCE_LINES)).append(f"{step} {reason.value} {detail}")
         self._struck_in[peer] = step
         self._handle(self.ledger.strike(peer, reason, step=step), step, reason)
         self._second(peer, step)
+
+    def condemn(self, peer: str, reason: Reason, step: int, detail: str) -> None:
+        """Quarantine and accuse a peer for what cannot have been a mistake."""
+        if self._drill is not None and self._drill.spares(peer, step):
+            return
+        self._telemetry.struck(peer, self._view.stage_of(peer), reason.value, step, detail)
+        self._evidence.setdefault(peer, deque(maxlen=MAX_EVIDENCE_LINES)).append(f"{step} {reason.value} {detail}")
+        self._struck_in[peer] = step
+        self._handle(self.ledger.condemn(peer, reason, step=step), step, reason)
 
     def _second(self, peer: str, step: int) -> None:
         """Join others' accusations where this node's own strikes bear them out."""
@@ -412,14 +423,21 @@ class Guard:
 
     # verdicts of juries --------------------------------------------------------------
 
-    def jury(self, draw: bytes, accused: str, stage: int) -> tuple[str, ...]:
-        """Who may judge the accused, in the order drawn by this signature, as far as this node knows."""
+    def jury(self, draw: bytes, accused: str, stage: int, *, enlarged: bool = False) -> tuple[str, ...]:
+        """Who may judge the accused, in the order drawn by this signature, as far as this node knows.
+
+        Those are its siblings, if there are two at least. An enlarged jury has two peers of the neighbouring stages
+        more: it settles a dispute among too few siblings, where one liar would otherwise leave everything open.
+        """
         without = self.ejected() | {accused}
         replicas = [claim.peer for claim in self._view.roster(stage, 2**40, without=without)]
         near = neighbouring_stages(stage, self._num_stages)
         reserves = [claim.peer for place in near for claim in self._view.roster(place, 2**40, without=without)]
         # A hash, since a signature is no uniform number.
-        return jury(draw=hashlib.sha256(draw).digest(), accused=accused, replicas=replicas, reserves=reserves)
+        least = min(len(replicas) + 1, JURY_SIZE - 1) if enlarged else LEAST_JURORS
+        return jury(
+            draw=hashlib.sha256(draw).digest(), accused=accused, replicas=replicas, reserves=reserves, least=least
+        )
 
     def consider_verdicts(self, accused: str) -> None:
         """Eject a peer that a jury has found guilty, as far as this node recognises the jurors."""
@@ -428,11 +446,15 @@ class Guard:
         for verdict in self._view.verdicts_on(accused):
             if self._drill is not None and self._drill.spares(accused, verdict.step):
                 continue
-            drawn = self.jury(verdict.draw, accused, verdict.accused_stage)
-            guilty = [juror for juror, _ in verdict.votes]
-            if convicts(accused=accused, jury=drawn, guilty=guilty, live=drawn):
-                self._convict(verdict, votes=len(set(guilty) & set(drawn)), jurors=len(drawn))
-                return
+            # Else a majority of any one stage could convict whoever it likes.
+            if self._view.stage_of(accused) not in (None, verdict.accused_stage):
+                continue
+            guilty = {juror for juror, _ in verdict.votes}
+            for enlarged in (False, True):
+                drawn = self.jury(verdict.draw, accused, verdict.accused_stage, enlarged=enlarged)
+                if convicts(accused=accused, jury=drawn, guilty=guilty, live=drawn):
+                    self._convict(verdict, votes=len(guilty & set(drawn)), jurors=len(drawn))
+                    return
 
     def _convict(self, verdict: Verdict, *, votes: int, jurors: int) -> None:
         accused, now = verdict.accused, self._wall_clock()

@@ -231,6 +231,8 @@ class Membership:
 
     def take(self, record: Record, data: bytes) -> bool:
         """Merge one checked record; true if it was news."""
+        if isinstance(record, Claim) and self.view.signed.get(record.peer) == data:
+            return False  # most of what the DHT holds is known
         news = self.view.merge(record, data, self._wall_clock())
         if isinstance(record, Claim):
             if record.peer != self.me:

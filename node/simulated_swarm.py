@@ -21,7 +21,7 @@ from protocol.manifest import Manifest
 from protocol.transports.memory import MemoryNetwork, MemoryRecords
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
     """One node and the task that runs it."""
 

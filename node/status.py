@@ -39,10 +39,10 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         "reason": _reason(node),
         "stage": claim.stage if claim is not None else node.stage,
         "stages": manifest.num_stages if manifest is not None else None,
-        "step": trainer.step if trainer is not None else node.step,
+        "step": node.step,
         "steps": manifest.training.steps if manifest is not None else 0,
         "finished": node.finished,
-        "loss": losses[-1][1] if losses else node.loss,
+        "loss": node.loss,
         "losses": losses[-BRIEF_LOSSES:] if brief else losses,
         "steps_per_second": steps_per_second,
         "tokens_per_second": steps_per_second * tokens_per_step,
@@ -118,7 +118,6 @@ def _replica(node: Node, claim: Claim) -> dict[str, Any]:
     if node.guard is not None:
         standing = node.guard.ledger.standing(claim.peer)
         replica["standing"] = asdict(standing)
-    if claim.peer in node.swarm_status:
-        answer = node.swarm_status[claim.peer]
-        replica["answers"] = answer.answers
+    if node.watch is not None and claim.peer in node.watch.reports:
+        replica["answers"] = node.watch.reports[claim.peer].answers
     return replica

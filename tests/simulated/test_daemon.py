@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from node.daemon import PeerReport, fetch_status
+from node.coordinator import PeerReport, fetch_status
 from node.simulated_swarm import Member, simulated
 from node.status import build_status
 from protocol.errors import (
@@ -254,11 +254,14 @@ async def test_a_stage_that_the_one_to_move_cannot_hold_is_taken_by_another(
         return {0: "data.source: not here"}
 
     async with simulated(tmp_path, small_manifest(training={"steps": 1})) as swarm:
-        await swarm.coordinate()
-        nodes = [swarm.join(f"node{number}") for number in range(4)]
+        coordinator = await swarm.coordinate()
         monkeypatch.setattr("node.forming.choose_stage", lambda claims, **_: 1 + len(claims) % 2)
-        for node in nodes[:3]:
-            node.node._unfit = unfit  # type: ignore[method-assign]
+        nodes: list[Member] = []
+        for number in range(4):  # one after another, so that they take the stages 1, 2, 1, 2
+            nodes.append(swarm.join(f"node{number}"))
+            if number < 3:
+                nodes[-1].node._unfit = unfit  # type: ignore[method-assign]
+            await until(lambda: len(claims(coordinator)) == len(nodes))
         outcomes = await asyncio.gather(*map(outcome, nodes))
     assert outcomes == [None] * 4
     assert [node.node.stage for node in nodes].count(0) == 1 and nodes[3].node.stage == 0
@@ -332,9 +335,11 @@ async def test_a_coordinator_survives_what_nodes_say_of_themselves(tmp_path: Pat
 
             await until(lambda node=node: node.node.membership is not None)  # type: ignore[misc]
             node.node.network.transport.serve(Method.STATUS, Route(handler=lie))
-        known = coordinator.node.swarm_status
-        await until(lambda: len(coordinator.node.swarm_status) == 3 and coordinator.node.swarm_status is not known)
-        assert {report.loss for report in coordinator.node.swarm_status.values()} == {None}
+        watch = coordinator.node.watch
+        assert watch is not None
+        known = watch.reports
+        await until(lambda: len(watch.reports) == 3 and watch.reports is not known)
+        assert {report.loss for report in watch.reports.values()} == {None}
         transport = coordinator.node.network.transport
         with pytest.raises(MessageError, match="not JSON"):
             await fetch_status(transport, nodes[1].peer)

@@ -1,0 +1,1 @@
+"""The arena: whole swarms with many attackers, in one process each, measured with and without the checker."""
