@@ -80,14 +80,14 @@ def _adversary(child: Child, summary: dict[str, Any], events: list[dict[str, Any
         "stage": child.stage,
         "attack": child.attack,
         "first_attack_step": drill.get("first_attack_step"),
-        "quarantined_step": _first(events, child.peer, "quarantined"),
+        "quarantined_step": _first(events, child.peer, "quarantined", "ejected"),
         "ejected_step": _first(events, child.peer, "ejected"),
         "exit_code": child.process.returncode,
     }
 
 
-def _first(events: list[dict[str, Any]], peer: str, kind: str) -> int | None:
-    steps = [event["step"] for event in events if event["peer"] == peer and event["kind"] == kind]
+def _first(events: list[dict[str, Any]], peer: str, *kinds: str) -> int | None:
+    steps = [event["step"] for event in events if event["peer"] == peer and event["kind"] in kinds]
     return min(steps, default=None)
 
 
@@ -140,7 +140,7 @@ def _adversary_text(adversary: dict[str, Any]) -> str:
     if adversary["first_attack_step"] is None:
         return f"{text} never attacked."
     text += f": attacked from step {adversary['first_attack_step']}"
-    if adversary["quarantined_step"] is not None:
+    if adversary["quarantined_step"] not in (None, adversary["ejected_step"]):
         text += f", quarantined by a neighbour in step {adversary['quarantined_step']}"
     if adversary["ejected_step"] is None:
         return f"{text}, NOT ejected."

@@ -17,7 +17,7 @@ from protocol.manifest import Manifest
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_EVENTS = 8
-SHOWN_KINDS = frozenset({"quarantined", "ejected", "accusation", "lost", "out_of_sync"})
+SHOWN_KINDS = frozenset({"quarantined", "ejected", "accusation", "verdict", "lost", "out_of_sync"})
 STANDING_COLOURS = {
     "trusted": "green",
     "probation": "cyan",

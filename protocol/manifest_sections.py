@@ -230,6 +230,23 @@ class VerifierSection(Section):
         lt=1.0,
         description="The same for activation gradients; lower, since gradients change faster.",
     )
+    reduction: Literal["tokens", "sequences", "none"] = Field(
+        default="tokens",
+        description="What the averages are over, besides time: tokens: all tokens of a microbatch, one value per"
+        " feature. sequences: the sequences of a microbatch, one per position and feature. none: nothing,"
+        " one per element; takes the memory of a whole tensor.",
+    )
+    votes: int = Field(
+        default=1,
+        ge=1,
+        le=4,
+        description="Statistics that must be beyond their fence before a tensor is flagged; 1: any of them.",
+    )
+    sketches: bool = Field(
+        default=True,
+        description="Compare what a stage sends with what it received, by sketches. false: only the four distances"
+        " of the SENTINEL paper, which overlook replayed and sign-changed tensors.",
+    )
     window: int = Field(
         default=128,
         ge=16,
@@ -251,7 +268,7 @@ class VerifierSection(Section):
     target_false_positive_rate: float = Field(
         default=0.001,
         gt=0.0,
-        le=0.5,
+        lt=0.25,
         description="Share of honest tensors that may be flagged; the fence adapts to it.",
     )
     strike_limit: float = Field(
@@ -259,7 +276,7 @@ class VerifierSection(Section):
     )
     strike_decay: float = Field(
         default=0.1,
-        ge=0.0,
+        gt=0.0,
         le=1000.0,
         description="Strikes that a peer loses each step, so that chance is forgiven.",
     )
@@ -279,7 +296,8 @@ class VerifierSection(Section):
         default=512,
         ge=16,
         le=4096,
-        description="Sampled elements of a tensor that stand for it in the sliced distance; more is finer and slower.",
+        description="Numbers that stand for a tensor in every message; its likeness to another is then known"
+        " to about 1/sqrt of this.",
     )
     audit_rate: float = Field(
         default=1 / 64,

@@ -25,8 +25,6 @@ def check_record(data: bytes, *, swarm: bytes, now: float) -> Record:
     Raises:
         RecordError: as ``parse_record`` does.
     """
-    if not isinstance(data, bytes):
-        return parse_record(data, swarm=swarm, now=now)  # which says what is wrong
     key = (swarm, data)
     with _lock:
         known = _checked.get(key)

@@ -11,6 +11,16 @@ Mode = Literal["enforce", "observe", "off"]
 
 MODES: tuple[Mode, ...] = ("enforce", "observe", "off")
 
+Axes = Literal["tokens", "sequences", "none"]
+"""What the baseline of the means is a mean over, for a tensor [B, T, d]: ``tokens`` over sequences and tokens, one
+value for each feature, [d]; ``sequences`` over the sequences of the microbatch, one for each position and feature,
+[T, d]; ``none`` over nothing but microbatches and steps, [B, T, d]."""
+
+AXES: tuple[Axes, ...] = ("tokens", "sequences", "none")
+
+MAX_VOTES = 4
+"""The ends of the pipeline are judged by four statistics: a rule that asks for more would never flag them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckerConfig:
@@ -29,6 +39,18 @@ class CheckerConfig:
 
     ema_gradient: float = 0.8
     """Weight of the old value in the baseline of gradients, per step (beta_g of the paper)."""
+
+    reduction: Axes = "tokens"
+    """What L1, L2 and sign flips compare, see ``Axes``; the sliced Wasserstein distance stays with the cloud of
+    tokens. The paper's text that was at hand does not say; docs/settings.md has what was measured."""
+
+    votes: int = 1
+    """Statistics that must exceed their fence for a flag, in 1 to 4. 1: any of them, since each attack shows in few
+    (measured: docs/settings.md)."""
+
+    sketches: bool = True
+    """Whether continuity and gain, which need the sketch of what the sender received, are judged. False leaves the
+    paper's four distances alone. Sketches travel all the same: replicas are compared by them."""
 
     window: int = 128
     """Accepted values a fence looks back on, in messages. Enough for steady quartiles, and short enough that
@@ -76,6 +98,10 @@ class CheckerConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"verifier mode is one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.reduction not in AXES:
+            raise ValueError(f"reduction is one of {', '.join(AXES)}, got {self.reduction!r}")
+        if not 1 <= self.votes <= MAX_VOTES:
+            raise ValueError(f"votes counts statistics, 1 to {MAX_VOTES}, got {self.votes}")
         for name in ("ema_activation", "ema_gradient"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} weighs the old value and lies in [0, 1), got {getattr(self, name)}")

@@ -8,8 +8,9 @@ One instance per boundary and direction that a node receives on. The life of a t
    reduction waits in the step's pool. What was flagged never enters, unless a replica confirmed it.
 3. ``end_step`` folds the mean of the pool into the baseline.
 
-A tensor is flagged if ANY statistic exceeds its fence: each attack shows in few of them (a bias in the
-means, noise in the cloud, a replay only against the sender's own input), so a vote would lose recall.
+A tensor is flagged if ``votes`` statistics exceed their fences. One is enough unless told otherwise: each
+attack shows in few of them (a bias in the means, noise in the cloud, a replay only against the sender's own
+input), so a rule that asks for more loses recall (docs/settings.md).
 
 Until the warm-up has passed everything is accepted that is finite, and builds the history. A baseline
 describes a network that changes slowly: after a jump of the parameters (restored from an older checkpoint)
@@ -141,15 +142,25 @@ class BoundaryChecker:
         """Judge a tensor [B, T, d] that has passed the guards. Changes nothing.
 
         ``sketch`` is that of the tensor, ``input_sketch`` that of what its sender received for the same
-        microbatch, signed by *its* sender; without both (the sender sits at an end of the pipeline)
-        continuity and gain are not judged. A non-finite statistic is refused even during the warm-up.
+        microbatch, signed by *its* sender; without both (the sender sits at an end of the pipeline), or
+        with the setting ``sketches`` off, continuity and gain are not judged. A non-finite statistic is
+        refused even during the warm-up.
         """
         if self._config.mode == "off":
             return Judgement(
                 verdict=Verdict(accepted=True),
                 observation=Observation(step=step, reduction=None, values={}, flagged=False),
             )
-        reduction = distances.reduce(tensor, self._unit_directions(tensor.shape[-1]))
+        return self.judge_reduced(self.reduce(tensor), step=step, sketch=sketch, input_sketch=input_sketch)
+
+    def reduce(self, tensor: Tensor) -> Reduction:
+        """All that the distances need of a tensor [B, T, d]."""
+        return distances.reduce(tensor, self._unit_directions(tensor.shape[-1]), axes=self._config.reduction)
+
+    def judge_reduced(
+        self, reduction: Reduction, *, step: int, sketch: Tensor | None, input_sketch: Tensor | None
+    ) -> Judgement:
+        """``judge`` of a tensor that ``reduce`` has reduced, in any mode: one reduction can be judged many times."""
         values = self._statistics(reduction, sketch, input_sketch)
         verdict = self._verdict(reduction, values)
         observation = Observation(step=step, reduction=reduction, values=values, flagged=not verdict.accepted)
@@ -215,7 +226,7 @@ class BoundaryChecker:
         values: dict[Reason, float] = {}
         if self._baseline is not None:
             values.update({reason: of(reduction, self._baseline) for reason, of in DISTANCES.items()})
-        if sketch is not None and input_sketch is not None:
+        if self._config.sketches and sketch is not None and input_sketch is not None:
             values[Reason.CONTINUITY] = 1.0 - cosine(sketch, input_sketch)
             values[Reason.GAIN] = gain(sketch, input_sketch)
         return values
@@ -227,9 +238,10 @@ class BoundaryChecker:
         if warming_up:
             return Verdict(accepted=True, warming_up=True)
         fenced = {reason: self._fences[reason] for reason in values if self._fences[reason].ready}
-        reasons = tuple(reason for reason, fence in fenced.items() if fence.exceeds(values[reason]))
+        exceeded = tuple(reason for reason, fence in fenced.items() if fence.exceeds(values[reason]))
         scores = {str(reason): fence.score(values[reason]) for reason, fence in fenced.items()}
-        return Verdict(accepted=not reasons, reasons=reasons, scores=scores)
+        flagged = len(exceeded) >= self._config.votes
+        return Verdict(accepted=not flagged, reasons=exceeded if flagged else (), scores=scores)
 
 
 def _finite(reduction: Reduction, values: Mapping[Reason, float]) -> bool:

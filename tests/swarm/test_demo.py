@@ -82,6 +82,24 @@ async def test_the_demo_ejects_its_attacker_and_tells_about_it(short_folder: Pat
     assert os.listdir(short_folder) == ["out.json"], "the demo left something behind"
 
 
+async def test_false_gradients_and_a_false_first_stage_are_ejected(short_folder: Path) -> None:
+    """What the statistics see badly or not at all: gradients, and both ends of the pipeline."""
+    result = short_folder / "out.json"
+    drills = ("gradient-sign-flip:1", "sign-flip:0", "gradient-sign-flip:2")
+    arguments = [argument for drill in drills for argument in ("--drill", drill)]
+    process = await _demo(short_folder, *arguments, "--steps", "32", "--json", str(result))
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    report = json.loads(result.read_text())
+    assert {(entry["attack"], entry["stage"]) for entry in report["adversaries"]} == {
+        ("gradient-sign-flip", 1),
+        ("sign-flip", 0),
+        ("gradient-sign-flip", 2),
+    }
+    assert all(entry["exit_code"] == 3 for entry in report["adversaries"])
+    assert report["honest_ejected"] == []
+
+
 @pytest.mark.parametrize("line", [b"starting the coordinator", b"starting 3 nodes", b"tokens/s"])
 async def test_ctrl_c_at_any_moment_leaves_nothing(short_folder: Path, line: bytes) -> None:
     process = await _demo(short_folder, "--replicas", "1", "--no-drill", "--steps", "500")

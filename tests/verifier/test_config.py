@@ -17,6 +17,9 @@ def test_the_defaults_are_valid() -> None:
     ("field", "value"),
     [
         ("mode", "strict"),
+        ("reduction", "batch"),
+        ("votes", 0),
+        ("votes", 5),
         ("ema_activation", 1.0),
         ("ema_gradient", -0.1),
         ("target_false_positive_rate", 0.0),

@@ -1,11 +1,16 @@
 """Reduction and distances."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verifier import distances as d
+from verifier.config import AXES, Axes
+
+Distance = Callable[[d.Reduction, d.Reduction], float]
 
 WIDTH = 16
 DIRECTIONS = d.unit_directions(WIDTH, seed=3)
@@ -42,6 +47,34 @@ def test_a_single_token_is_its_own_quantiles() -> None:
     token = cloud(2, shape=(1, 1, WIDTH))
     expected = (token.reshape(1, -1) @ DIRECTIONS).expand(d.DEFAULT_QUANTILES, -1)
     assert torch.allclose(reduced(token).quantiles, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_the_axes_name_what_the_mean_is_over(axes: Axes) -> None:
+    tensor = cloud(14)
+    value = d.reduce(tensor, DIRECTIONS, axes=axes)
+    expected = {"tokens": tensor.mean(dim=(0, 1)), "sequences": tensor.mean(dim=0), "none": tensor}[axes]
+    assert value.mean.shape == (expected.numel(),)
+    assert torch.allclose(value.mean, expected.flatten(), atol=1e-6)
+    assert torch.equal(value.quantiles, reduced(tensor).quantiles)
+    assert value.is_finite()
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_a_reduction_shares_no_memory_with_its_tensor(axes: Axes) -> None:
+    tensor = cloud(15, shape=(1, 40, WIDTH))
+    before = d.reduce(tensor, DIRECTIONS, axes=axes).mean
+    kept = before.clone()
+    tensor.zero_()
+    assert torch.equal(before, kept)
+
+
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("distance", ALL)
+def test_every_distance_takes_every_reduction(distance: Distance, axes: Axes) -> None:
+    one, other = (d.reduce(cloud(seed), DIRECTIONS, axes=axes) for seed in (16, 17))
+    assert distance(one, one) == 0.0
+    assert distance(d.reduce(-cloud(17), DIRECTIONS, axes=axes), one) > distance(other, one) >= 0.0
 
 
 def test_half_precision_is_reduced_in_single_precision() -> None:

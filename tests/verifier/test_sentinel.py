@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verifier.config import CheckerConfig
+from verifier.baselines import pack_reduction, unpack_reduction
+from verifier.config import AXES, Axes, CheckerConfig
 from verifier.distances import Reduction
 from verifier.sentinel import FENCING, RAMP_STEPS, BoundaryChecker, Judgement
 from verifier.sketch import sketch
@@ -100,6 +101,74 @@ def test_each_attack_shows_where_it_should(attack: object, reason: Reason) -> No
     assert not verdict.accepted
     assert reason in verdict.reasons
     assert verdict.scores[reason] > 1.0
+
+
+def test_a_flag_needs_as_many_votes_as_the_setting_says() -> None:
+    source = tensor(77)
+    honest = source + 0.3 * tensor(78, shift=0.0)
+    found = {}
+    for votes in (1, 2, 3, 4):
+        checker = make(votes=votes)
+        run(checker, 12)
+        found[votes] = judge(checker, honest * 3.0, step=12, source=source).verdict
+    beyond = {Reason(name) for name, score in found[1].scores.items() if score > 1.0}
+    assert 1 < len(beyond) < 4
+    for votes, verdict in found.items():
+        assert verdict.accepted is (votes > len(beyond))
+        assert set(verdict.reasons) == (beyond if votes <= len(beyond) else set())
+        assert verdict.scores == found[1].scores  # what was outvoted can still be seen
+    lonely = make(votes=2)
+    run(lonely, 12)
+    assert judge(lonely, tensor(10), step=12, source=source).verdict.accepted  # a replay: continuity alone
+    broken = judge(lonely, honest * math.nan, step=12, source=source).verdict
+    assert broken.reasons == (Reason.NON_FINITE,)  # takes no vote
+
+
+def test_without_sketches_the_four_distances_judge_alone() -> None:
+    checker = make(sketches=False)
+    run(checker, 12)
+    source = tensor(77)
+    verdict = judge(checker, tensor(10), step=12, source=source).verdict
+    assert set(verdict.scores) == STATISTICS
+    assert verdict.accepted  # a replay looks like any other tensor
+    assert not judge(checker, tensor(10) * 10.0, step=12, source=source).verdict.accepted
+    with_sketches = make()
+    run(with_sketches, 12)
+    assert judge(with_sketches, tensor(10), step=12, source=source).verdict.reasons == (Reason.CONTINUITY,)
+
+
+@pytest.mark.parametrize(("axes", "entries"), [("tokens", 32), ("sequences", 16 * 32), ("none", 2 * 16 * 32)])
+def test_the_baseline_is_a_mean_over_the_axes_of_the_setting(axes: str, entries: int) -> None:
+    checker = make(reduction=axes)
+    run(checker, 12)
+    baseline = checker.baseline()
+    assert baseline is not None
+    assert baseline.mean.shape == (entries,)
+    source = tensor(77)
+    honest = source + 0.3 * tensor(78, shift=0.0)
+    assert judge(checker, honest, step=12, source=source).verdict.accepted
+    assert {Reason.L1, Reason.L2, Reason.SIGN_FLIP} <= set(judge(checker, honest * -10.0, step=12).verdict.reasons)
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_a_baseline_of_any_axes_can_be_sent_to_siblings(axes: Axes) -> None:
+    checker = make(reduction=axes)
+    run(checker, 2)
+    baseline = checker.baseline()
+    assert baseline is not None
+    received = unpack_reduction(pack_reduction(baseline), like=baseline)
+    assert torch.equal(received.mean, baseline.mean)
+    checker.set_baseline(received)
+
+
+def test_one_reduction_can_be_judged_many_times() -> None:
+    checker, other = make(), make(fence_multiplier=6.0)
+    run(checker, 8)
+    run(other, 8)
+    reduction = checker.reduce(tensor(5) * 2.0)
+    for each in (checker, other):
+        apart = each.judge_reduced(reduction, step=8, sketch=None, input_sketch=None).verdict
+        assert apart == judge(each, tensor(5) * 2.0, step=8).verdict
 
 
 def test_judging_changes_nothing() -> None:

@@ -1,0 +1,188 @@
+"""The arena: whole swarms under attack, with and without the checker.
+
+``python -m benchmarks.arena --suite quick|paper|beyond [--seeds N] [--jobs N] [--cells PATTERN] --json FILE
+[--docs FILE] [--resume]``. Each swarm runs in a child process of its own, and the JSON is written after each, so that
+``--resume`` goes on where an interrupted run was left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.arena import report
+from benchmarks.arena.cells import SUITES, Run, runs, selected, suite_cells
+from benchmarks.arena.score import Row, joined
+
+RUN_SECONDS = 900.0
+"""Longest that one swarm may take; the largest takes about a minute or two on a quiet core."""
+
+ERROR_CHARS = 2000
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a suite; returns the exit code: 1 if a swarm could not be run to its end."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.arena", description=__doc__)
+    parser.add_argument("--suite", choices=SUITES, required=True)
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds for each cell, from 0 on (1)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="swarms at a time (CPUs)")
+    parser.add_argument("--cells", default="*", metavar="PATTERN", help="only cells whose name meets it, as paper/b*")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the results go")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="write the tables there too, as Markdown")
+    parser.add_argument("--resume", action="store_true", help="keep what the JSON file holds, and run the rest")
+    parser.add_argument("--run-seconds", type=float, default=RUN_SECONDS, metavar="S", help="limit of one swarm")
+    parser.add_argument("--one", metavar="KEY", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    cells = selected(suite_cells(options.suite), options.cells)
+    wanted = runs(cells, options.seeds)
+    if options.one is not None:
+        return _run_one(next(run for run in wanted if run.key == options.one), options.json)
+    book = Book(options.json, keep=options.resume)
+    missing = [run for run in wanted if not book.has(run)]
+    print(f"arena: {len(missing)} swarms to run, {options.jobs} at a time", file=sys.stderr, flush=True)
+    children = Children(options.suite, options.run_seconds)
+    pool = ThreadPoolExecutor(max_workers=max(1, options.jobs))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that no child is left behind
+    try:
+        futures = [pool.submit(children.run, run, book) for run in missing]
+        for future in futures:
+            future.result()
+    except KeyboardInterrupt:
+        children.end()
+        pool.shutdown(wait=True, cancel_futures=True)
+        print(f"arena: interrupted; go on with --resume --json {options.json}", file=sys.stderr)
+        return 130
+    rows = joined(book.rows, {cell.name: cell.undefended for suite in SUITES for cell in suite_cells(suite)})
+    book.save(rows)
+    print(report.table(rows))
+    if options.docs is not None:
+        options.docs.write_text(report.markdown(rows, book.failures, book.about), encoding="utf-8")
+    for failure in book.failures:
+        print(f"arena: {failure['key']} failed: {failure['error'][-300:]}", file=sys.stderr)
+    return 1 if book.failures else 0
+
+
+def _run_one(run: Run, path: Path) -> int:
+    from benchmarks.arena.swarm import run_swarm  # with torch, which the parent does without
+
+    path.write_text(json.dumps(run_swarm(run)))
+    return 0
+
+
+class Book:
+    """The results so far, in memory and in a file that is whole at any moment."""
+
+    def __init__(self, path: Path, *, keep: bool) -> None:
+        """``keep``: begin with what the file holds, less the failures, which are run again."""
+        self._path = path
+        self._lock = threading.Lock()
+        self.rows: list[Row] = json.loads(path.read_text())["rows"] if keep and path.exists() else []
+        self.failures: list[dict[str, str]] = []
+        self.about = {
+            "machine": platform.machine(),
+            "cpus": os.cpu_count() or 1,
+            "python": platform.python_version(),
+        }
+
+    def has(self, run: Run) -> bool:
+        """Whether a run is done."""
+        wanted = (run.cell.name, run.defence, run.seed)
+        return any((row["cell"], row["defence"], row["seed"]) == wanted for row in self.rows)
+
+    def add(self, row: Row) -> None:
+        """Note a result, and write it down."""
+        with self._lock:
+            self.rows.append(row)
+            self._write(self.rows)
+
+    def fail(self, run: Run, error: str) -> None:
+        """Note that a swarm was not run to its end, and why."""
+        with self._lock:
+            self.failures.append({"key": run.key, "error": error[-ERROR_CHARS:]})
+            self._write(self.rows)
+
+    def save(self, rows: list[Row]) -> None:
+        """Write the final rows."""
+        with self._lock:
+            self._write(rows)
+
+    def _write(self, rows: list[Row]) -> None:
+        content = {"about": self.about, "rows": rows, "failures": self.failures}
+        part = self._path.with_name(self._path.name + ".part")
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.replace(self._path)
+
+
+class Children:
+    """One child process for each swarm. What a swarm leaves behind, or a hang of it, ends with the child."""
+
+    def __init__(self, suite: str, run_seconds: float) -> None:
+        self._suite = suite
+        self._run_seconds = run_seconds
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._ended = threading.Event()
+
+    def run(self, run: Run, book: Book) -> None:
+        """Run one swarm and note its result or its failure."""
+        if self._ended.is_set():
+            return
+        with tempfile.TemporaryDirectory(prefix="sentinel-arena-") as folder:
+            result, log = Path(folder) / "row.json", Path(folder) / "log"
+            command = [sys.executable, "-m", "benchmarks.arena", "--suite", self._suite, "--json", str(result)]
+            command += ["--seeds", str(run.seed + 1), "--one", run.key]
+            with log.open("wb") as output:
+                # A group of its own, so that nothing of it is left, and TMPDIR, so that its files go with it.
+                child = subprocess.Popen(
+                    command,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    env={**os.environ, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
+                )
+                self._running.add(child)
+                try:
+                    child.wait(timeout=self._run_seconds)
+                    why = f"exit code {child.returncode}"
+                except subprocess.TimeoutExpired:
+                    why = f"not done after {self._run_seconds:.0f} s"
+                finally:
+                    _kill(child)
+                    self._running.discard(child)
+            if self._ended.is_set():
+                return
+            if result.exists() and child.returncode == 0:
+                row: Row = json.loads(result.read_text())
+                book.add(row)
+                print(report.line(row), file=sys.stderr, flush=True)
+            else:
+                book.fail(run, f"{why}\n{log.read_text(errors='replace')}")
+                print(f"arena: {run.key}: {why}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Kill what runs, and start nothing more."""
+        self._ended.set()
+        for child in list(self._running):
+            _kill(child)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End a child and all that it started; nothing happens if they have ended."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
