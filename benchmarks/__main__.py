@@ -1,6 +1,7 @@
 """Runs the benchmarks: ``python -m benchmarks [NAME ...]``, one JSON line each.
 
-The drills take ten minutes and have a command of their own: ``python -m benchmarks.drills``.
+Those that take minutes are programs of their own: ``python -m benchmarks.drills``, ``.honest``, ``.cost``,
+``.settings`` and ``.arena``.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from pathlib import Path
 
 import torch
 
+PROGRAMS = {"cost", "drills", "honest", "settings"}
+"""Modules with a ``main`` instead of a ``run``."""
+
 
 def main(names: Sequence[str]) -> int:
     """Run the named benchmarks, or all; return the exit code."""
     folder = Path(__file__).parent
-    known = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_") and path.stem != "drills")
+    known = sorted({path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")} - PROGRAMS)
     if unknown := sorted(set(names) - set(known)):
         print(f"benchmarks: there is no {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2

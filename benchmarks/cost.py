@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import statistics
 import sys
@@ -345,9 +346,15 @@ def compare(size: Size, *, repetitions: int) -> list[dict[str, object]]:
         "audited": {"audit_rate": MEASURED_RATE},
     }
     seen: dict[str, list[Spent]] = {kind: [] for kind in kinds}
-    for _ in range(repetitions):
+    for repetition in range(repetitions):
         for kind, settings in kinds.items():
+            started = time.monotonic()
             seen[kind].append(measure(size, **settings))
+            gc.collect()
+            seconds = time.monotonic() - started
+            print(
+                f"{repetition + 1}/{repetitions} {kind}: {seconds:.0f} s: {seen[kind][-1]}", file=sys.stderr, flush=True
+            )
     return report(*(median(seen[kind]) for kind in kinds))
 
 

@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import random
 import statistics
 import subprocess
@@ -336,8 +335,8 @@ def _row(members: Iterable[Member], watched: Watched) -> dict[str, Any]:
         "audits": {outcome: count for outcome, count in audits.items() if count},
         "retried": sum(node.telemetry.counters.retried for node in nodes),
         "lost": max(node.telemetry.counters.lost for node in nodes),
-        "loss": statistics.fmean(loss for _, loss in losses[-LAST_LOSSES:]) if losses else math.nan,
-        "highest_loss": max((loss for _, loss in losses[10:]), default=math.nan),
+        "loss": statistics.fmean(loss for _, loss in losses[-LAST_LOSSES:]) if losses else None,
+        "highest_loss": max((loss for _, loss in losses), default=None),
         "alarms": watched.alarms,
     }
 
@@ -434,11 +433,12 @@ def line(row: Mapping[str, Any]) -> str:
     audits = row["audits"]
     strange = {outcome: count for outcome, count in audits.items() if outcome != "honest"}
     said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(strange.items()))
+    loss = f"{row['loss']:.2f}" if row.get("loss") is not None else ""
     return (
         f"{row['swarm']:>5}  {row.get('schedule', ''):<8}  {row.get('wire', ''):<4}  {row['trained_steps']:>5}  "
         f"{row['judged_in_earnest']:>7}  {row['refused']:>7}  {row['confirmed']:>9}  {row['cleared']:>7}  "
         f"{sum(row['strikes'].values()):>7}  {row['quarantined']:>11}  {row['ejected']:>7}  "
-        f"{f'{sum(audits.values())} ({said})':>19}  {row['lost']:>4}  {row.get('loss', math.nan):>5.2f}"
+        f"{f'{sum(audits.values())} ({said})':>19}  {row['lost']:>4}  {loss:>5}"
     )
 
 

@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from node.drill import Drill
 from node.guard import Guard
@@ -25,7 +25,7 @@ from node.telemetry import Telemetry
 from protocol.errors import MessageError, RemoteError, SentinelError
 from protocol.fields import decode
 from protocol.framing import Buffer
-from protocol.hops import body_digest
+from protocol.hops import body_digest, read_hop
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import Audit, AuditAnswer, Evidence, EvidenceAnswer, Method
@@ -56,12 +56,14 @@ class Case:
     step: int
     microbatch: int
     statement: bytes
-    """The accused's packed receipt; in the first stage the packed hop of what it sent."""
+    """The accused's packed receipt, or the packed hop of an activation that it sent."""
     tensors: tuple[Buffer, ...]
-    """As they travelled: what the accused received and what it returned; in the first stage what it sent."""
+    """As they travelled. With a receipt: what the accused received and what it returned; with a hop: what it sent."""
     tokens: bytes
     origin: str
     origin_signature: bytes
+    forward: bool = False
+    """Whether the statement is a hop."""
     flagged: bool = False
     """Whether the statistics refused the tensor: the strike for it is withdrawn if the work was honest."""
 
@@ -106,9 +108,8 @@ class Auditor:
         self._rate = settings.audit_rate if settings.audits else 0.0
         self._suspicion = settings.audit_suspicion
         shape = manifest.activation_shape
-        self._evidence_bytes = encoded_bytes(shape, WireDtype(manifest.wire.activation_dtype)) + encoded_bytes(
-            shape, WireDtype(manifest.wire.gradient_dtype)
-        )
+        self._activation_bytes = encoded_bytes(shape, WireDtype(manifest.wire.activation_dtype))
+        self._gradient_bytes = encoded_bytes(shape, WireDtype(manifest.wire.gradient_dtype))
 
     def consider(self, case: Case, *, score: float) -> None:
         """Open the case if chance, or suspicion, wants it. ``score``: the tensor's largest statistic by its fence."""
@@ -263,42 +264,55 @@ class Auditor:
     # further down --------------------------------------------------------------------
 
     async def _follow(self, case: Case) -> None:
-        """Go on with the stage below if what came out of the accused is odd, or now and then by chance.
+        """Go on with the next stage if what came out of the accused is odd, or now and then by chance.
 
-        An honest replica that was given a false gradient passes it on; its evidence leads to who made it.
+        An honest replica passes on what a false gradient, or activation, made of its own; its evidence leads to
+        who sent that.
         """
-        if case.stage in (0, self._last) or not (case.flagged or self._chance() < FOLLOW_CHANCE):
+        if not (case.flagged or (not case.forward and self._chance() < FOLLOW_CHANCE)):
             return
+        further = await (self._before(case) if case.forward else self._below(case))
+        if further is None or further.accused == self._membership.me or further.accused in self._open:
+            return
+        if not self._guard.judged_finally(further.accused):
+            self._begin(further)
+
+    async def _before(self, case: Case) -> Case | None:
+        """The case against who sent the accused its input."""
+        if case.stage == 0:
+            return None
+        hop = read_hop(case.statement, self._swarm, sketch_bytes=4 * self._manifest.verifier.sketch_size)
+        response = await self._transport.call(
+            case.accused,
+            Method.EVIDENCE,
+            Evidence(step=case.step, microbatch=case.microbatch, sent=hop.digest),
+            timeout=self._manifest.network.hop_timeout_seconds,
+            reply_limit=self._activation_bytes,
+        )
+        answer = decode(EvidenceAnswer, response.head)
+        above = read_hop(answer.input_hop, self._swarm, sketch_bytes=4 * self._manifest.verifier.sketch_size)
+        if above.digest != hop.source or body_digest((response.data,)) != hop.source:
+            raise MessageError("the evidence is not what the accused signed for", kind="receipt")
+        return replace(
+            case, accused=above.peer, stage=above.stage, statement=answer.input_hop, tensors=(response.data,)
+        )
+
+    async def _below(self, case: Case) -> Case | None:
+        """The case against who returned the accused its gradient."""
+        if case.stage == self._last:
+            return None
         receipt = open_receipt(case.statement, self._swarm)
         response = await self._transport.call(
             case.accused,
             Method.EVIDENCE,
             Evidence(step=case.step, microbatch=case.microbatch, returned=receipt.returned),
             timeout=self._manifest.network.hop_timeout_seconds,
-            reply_limit=self._evidence_bytes,
+            reply_limit=self._activation_bytes + self._gradient_bytes,
         )
         answer = decode(EvidenceAnswer, response.head)
         below = check_input_receipt(answer.input_receipt, self._swarm, of=receipt)
         view = memoryview(response.data)
-        half = self._evidence_bytes - encoded_bytes(
-            self._manifest.activation_shape, WireDtype(self._manifest.wire.gradient_dtype)
-        )
-        sent, got = view[:half], view[half:]
+        sent, got = view[: self._activation_bytes], view[self._activation_bytes :]
         if body_digest((sent,)) != receipt.sent or body_digest((got,)) != receipt.got:
             raise MessageError("the evidence is not what the accused signed for", kind="receipt")
-        if below.peer == self._membership.me or below.peer in self._open or self._guard.judged_finally(below.peer):
-            return
-        self._begin(
-            Case(
-                accused=below.peer,
-                stage=below.stage,
-                step=case.step,
-                microbatch=case.microbatch,
-                statement=answer.input_receipt,
-                tensors=(sent, got),
-                tokens=case.tokens,
-                origin=case.origin,
-                origin_signature=case.origin_signature,
-                flagged=case.flagged,
-            )
-        )
+        return replace(case, accused=below.peer, stage=below.stage, statement=answer.input_receipt, tensors=(sent, got))

@@ -93,10 +93,12 @@ class Boundary:
         microbatch: int,
         direction: Direction,
         received: torch.Tensor | None = None,
+        source: bytes = b"",
     ) -> Outgoing:
         """Encode and sign a tensor [B, T, d] float32; a drill spoils it here.
 
-        ``received`` is what this node got in this direction for the same microbatch, which a drill may hand on.
+        ``received`` is what this node got in this direction for the same microbatch, which a drill may hand on, and
+        ``source`` its digest.
         """
         if self._drill is not None:
             tensor = self._drill.apply(tensor, direction, step, received=received)
@@ -112,6 +114,7 @@ class Boundary:
             microbatch=microbatch,
             direction=direction.value,
             digest=digest,
+            source=source,
             sketch=_pack(self._sketch(sent, step)),
         )
         return Outgoing(dtype=dtype.value, shape=tuple(tensor.shape), buffers=buffers, digest=digest, hop=hop)
@@ -158,6 +161,8 @@ class Boundary:
         if not _close(own, _unpack(opened.sketch)):
             raise MessageError("a tensor's sketch is not the one that its hop claims", kind="sketch")
         before = self._input_hop(input_hop, sender, sender_stage, step, microbatch, direction)
+        if opened.source != (b"" if before is None else before.digest):
+            raise MessageError("a tensor was made from another input than its hops say", kind="sketch")
         return Incoming(
             tensor=tensor,
             digest=digest,

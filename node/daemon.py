@@ -208,7 +208,8 @@ class Node:
         await self.network.start()
         self._entered = True
         self.metrics.p2pd_up.set(1)
-        self._spawn(self._sample())
+        if self.settings.http_port is not None:
+            self._spawn(self._sample())
         transport = self.network.transport
         transport.serve(Method.MANIFEST, Route(handler=self._serve_manifest))
         transport.serve(Method.VIEW, Route(handler=self._serve_view))
@@ -520,6 +521,8 @@ class Node:
     def _finding(self, finding: Accusation | Verdict) -> None:
         if isinstance(finding, Accusation):
             self._accusation(finding)
+            return
+        if self.guard is not None and self.guard.judged_finally(finding.accused):
             return
         self.telemetry.event(
             "verdict",

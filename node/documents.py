@@ -13,6 +13,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,12 @@ def _read_file(file: Path, text_field: str) -> Iterator[str | None]:
 
 def _stdlib_files() -> list[Path]:
     """Python's own source files in the order of their names, up to MAX_STDLIB_BYTES."""
-    root = Path(sysconfig.get_path("stdlib"))
+    return list(_source_files(Path(sysconfig.get_path("stdlib"))))
+
+
+@lru_cache(maxsize=1)
+def _source_files(root: Path) -> tuple[Path, ...]:
+    # Kept, since they do not change while a process runs and may be many nodes' in one process.
     chosen: list[Path] = []
     total = 0
     for file in _walk(root, lambda name: name not in _SKIPPED_FOLDERS and not name.startswith("config-")):
@@ -85,7 +91,7 @@ def _stdlib_files() -> list[Path]:
         raise DataSourceError(
             f'data.source: this Python comes without its source files ({root}); use "file:PATH" instead'
         )
-    return chosen
+    return tuple(chosen)
 
 
 def _named_files(path: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What this node sent on and got back, kept for a while so that its work can be computed again.
+"""What this node received, sent on and got back, kept for a while so that its work can be computed again.
 
 Whoever audits a node needs what passed between it and the stage below. Each node keeps that for the present
 step and the one before, within a limit of bytes; of the present step nothing is ever dropped, for a node that
@@ -32,19 +32,33 @@ class Kept:
         return sum(memoryview(buffer).nbytes for buffer in self.sent) + memoryview(self.got).nbytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptInput:
+    """What came from the stage above, as it travelled."""
+
+    received: Buffer
+    input_hop: bytes
+    """Its packed hop."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return memoryview(self.received).nbytes
+
+
 class EvidenceStore:
-    """Evidence by step, microbatch and the digest of the gradient that was returned for it."""
+    """Evidence by step, microbatch and digest: of the gradient that was returned, or the activation that was sent."""
 
     def __init__(self, *, keep: bool, limit: int = KEPT_BYTES) -> None:
         """``keep``: false where nobody audits."""
         self._keep = keep
         self._limit = limit
-        self._kept: OrderedDict[tuple[int, int, bytes], Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int, bytes], Kept | KeptInput] = OrderedDict()
         self._bytes = 0
 
-    def add(self, step: int, microbatch: int, returned: bytes, kept: Kept) -> None:
-        """Keep one microbatch's evidence."""
-        key = (step, microbatch, returned)
+    def add(self, step: int, microbatch: int, digest: bytes, kept: Kept | KeptInput) -> None:
+        """Keep the evidence for a tensor of this digest."""
+        key = (step, microbatch, digest)
         if not self._keep or key in self._kept:
             return
         self._kept[key] = kept
@@ -55,9 +69,9 @@ class EvidenceStore:
                 break
             self._drop(oldest)
 
-    def find(self, step: int, microbatch: int, returned: bytes) -> Kept | None:
+    def find(self, step: int, microbatch: int, digest: bytes) -> Kept | KeptInput | None:
         """The evidence, if it is still kept."""
-        return self._kept.get((step, microbatch, returned))
+        return self._kept.get((step, microbatch, digest))
 
     def forget_before(self, step: int) -> None:
         """Let go of what is older than a step."""

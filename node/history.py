@@ -35,6 +35,11 @@ class ParameterHistory:
         """Call after the state was replaced by another node's: what was before it is no history of it."""
         self._present, self._before = (step, digest), None
 
+    @property
+    def step(self) -> int:
+        """The step that the present parameters are for."""
+        return self._present[0]
+
     def digest_at(self, step: int) -> bytes | None:
         """The digest of a step's parameters; None if they are not kept."""
         if step == self._present[0]:

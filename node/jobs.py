@@ -54,8 +54,11 @@ class StageJobs:
         self._runner = runner
         self._telemetry = telemetry
 
-    def forward(self, key: int, step: int, microbatch: int, value: torch.Tensor) -> Outgoing:
-        """Forward of tokens int64 [B, T] (stage 0) or an activation [B, T, d]; the output is ready to be sent."""
+    def forward(self, key: int, step: int, microbatch: int, value: torch.Tensor, source: bytes = b"") -> Outgoing:
+        """Forward of tokens int64 [B, T] (stage 0) or an activation [B, T, d]; the output is ready to be sent.
+
+        ``source`` is the digest of the activation.
+        """
         with self._telemetry.phase("forward"):
             output = self._runner.forward(key, value)
         with self._telemetry.phase("send"):
@@ -65,6 +68,7 @@ class StageJobs:
                 microbatch=microbatch,
                 direction=Direction.ACTIVATION,
                 received=value if value.is_floating_point() else None,
+                source=source,
             )
 
     def _decode(
@@ -110,7 +114,7 @@ class StageJobs:
             RemoteError: the activation must not be used.
         """
         incoming, judged = self._take_activation(step, sender, message, body, replicas)
-        return self.forward(key, step, message.microbatch, incoming.tensor), incoming, judged
+        return self.forward(key, step, message.microbatch, incoming.tensor, incoming.digest), incoming, judged
 
     def receive_last(
         self, key: int, step: int, sender: str, message: Train, work: Work, body: Buffer, replicas: int
@@ -182,6 +186,7 @@ class StageJobs:
                 microbatch=microbatch,
                 direction=Direction.GRADIENT,
                 received=returned.incoming.tensor,
+                source=returned.incoming.digest,
             )
 
     def train_alone(self, key: int, tokens: torch.Tensor) -> float:

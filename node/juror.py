@@ -8,13 +8,14 @@ of the stage below. What a juror cannot settle it refuses to vote on.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
 from node.digest import parameter_digest
 from node.drill import Drill
-from node.evidence import EvidenceStore
+from node.evidence import EvidenceStore, KeptInput
 from node.guard import Guard
 from node.history import ParameterHistory
 from node.membership import Membership
@@ -24,7 +25,7 @@ from node.worker import ComputeWorker, Priority
 from protocol.errors import MessageError, RefusedError, RemoteError, SentinelError
 from protocol.fields import decode, encode
 from protocol.framing import Buffer
-from protocol.hops import body_digest, check_tokens, read_hop
+from protocol.hops import body_digest, check_tokens, open_hop, read_hop
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import Audit, AuditAnswer, Evidence, EvidenceAnswer, Method, Parameters, Receipt
@@ -35,7 +36,13 @@ from protocol.transports.sessions import Transport
 from verifier.verdicts import Direction
 
 MAX_OPEN = 16
-"""Audits that wait for this node's idle time."""
+"""Audits that wait for this node's idle time..."""
+MAX_OPEN_OF_ONE = 4
+"""...and those of one asking peer."""
+MAX_IN_STEP = 64
+"""Audits of one asking peer in one step; an honest one asks for a few."""
+CANNOT_BE_ASKED = frozenset({"busy", "not_admitted", "unavailable", "method", "internal"})
+"""Refusals of the accused that say nothing about its evidence."""
 MAX_PARAMETER_BYTES = 256 << 20
 """Largest stage that a node of another stage loads for an audit."""
 
@@ -49,8 +56,10 @@ class _Statement:
     step: int
     microbatch: int
     receipt: Receipt | None
-    digest: bytes
-    """Of what a first-stage replica sent."""
+    digest: bytes = b""
+    """With a hop: of what was sent, and..."""
+    source: bytes = b""
+    """...of what it was made from; empty in the first stage."""
 
 
 class Juror:
@@ -86,7 +95,8 @@ class Juror:
         self._evidence = evidence
         self._telemetry = telemetry
         self._drill = drill
-        self._open = 0
+        self._open: Counter[str] = Counter()
+        self._asked: Counter[tuple[int, str]] = Counter()
         self._sending_parameters = asyncio.Lock()
         shape = manifest.activation_shape
         self._activation_bytes = encoded_bytes(shape, WireDtype(manifest.wire.activation_dtype))
@@ -105,16 +115,17 @@ class Juror:
 
     async def _serve_audit(self, request: Request) -> Response:
         message = decode(Audit, request.head)
-        if self._open >= MAX_OPEN:
-            raise RefusedError(f"{MAX_OPEN} audits wait here already", kind="busy")
-        self._open += 1
+        if self._open.total() >= MAX_OPEN or self._open[request.peer] >= MAX_OPEN_OF_ONE:
+            raise RefusedError("too many audits wait here already", kind="busy")
+        self._open[request.peer] += 1
         try:
             statement = self._read(message)
+            self._admit_one_more(request.peer, statement)
             subject = statement_digest(message.statement)
             self._check_drawn(request.peer, message.draw, subject, statement)
             reason = await self._judge(request, message, statement)
         finally:
-            self._open -= 1
+            self._open[request.peer] -= 1
         guilty = bool(reason)
         if self._drill is not None:
             guilty = self._drill.vote(guilty, statement.accused, statement.step)
@@ -123,8 +134,19 @@ class Juror:
         reason = (reason or "activation") if guilty else ""
         return Response(head=encode(AuditAnswer(guilty=guilty, reason=reason, signature=vote)))
 
+    def _admit_one_more(self, asker: str, statement: _Statement) -> None:
+        """Nobody takes this node's time for much more than honest audits need, or for what it cannot settle."""
+        own = statement.stage == self._stage
+        present = self._history.step
+        if abs(statement.step - present) > 2 or (own and self._history.digest_at(statement.step) is None):
+            raise RefusedError(f"the parameters of step {statement.step} are no longer kept here", kind="expired")
+        if self._asked[statement.step, asker] >= MAX_IN_STEP:
+            raise RefusedError("one peer asks for too many audits in a step", kind="busy")
+        self._asked = Counter({key: n for key, n in self._asked.items() if key[0] >= present - 2})
+        self._asked[statement.step, asker] += 1
+
     def _read(self, message: Audit) -> _Statement:
-        """The accused's statement: a receipt, or from the first stage a hop.
+        """The accused's statement: a receipt, or the hop of an activation.
 
         Raises:
             MessageError: it is neither.
@@ -133,15 +155,17 @@ class Juror:
             receipt = open_receipt(message.statement, self._swarm)
         except MessageError:
             hop = read_hop(message.statement, self._swarm, sketch_bytes=4 * self._manifest.verifier.sketch_size)
-            if hop.stage != 0 or hop.direction != Direction.ACTIVATION.value:
-                raise MessageError("a hop is audited for activations of the first stage only", kind="receipt") from None
+            forward = hop.stage < self._last and hop.direction == Direction.ACTIVATION.value
+            if not forward or bool(hop.source) == (hop.stage == 0):
+                raise MessageError("a hop is of no stage that sends activations like it", kind="receipt") from None
             return _Statement(
                 accused=hop.peer,
-                stage=0,
+                stage=hop.stage,
                 step=hop.step,
                 microbatch=hop.microbatch,
                 receipt=None,
                 digest=hop.digest,
+                source=hop.source,
             )
         if not 1 <= receipt.stage <= self._last or bool(receipt.sent) == (receipt.stage == self._last):
             raise MessageError("a receipt is of no stage that gives receipts like it", kind="receipt")
@@ -151,7 +175,6 @@ class Juror:
             step=receipt.step,
             microbatch=receipt.microbatch,
             receipt=receipt,
-            digest=b"",
         )
 
     def _check_drawn(self, asker: str, draw: bytes, subject: bytes, statement: _Statement) -> None:
@@ -170,11 +193,17 @@ class Juror:
         first, second, tokens = self._parts(request, message, statement)
         receipt = statement.receipt
         if receipt is None:
+            received = None
+            if statement.stage > 0:
+                received = await self._fetch_input(statement)
+                if received is None:
+                    return "withheld"
             replay = Replay(
-                stage=0,
+                stage=statement.stage,
                 step=statement.step,
                 microbatch=statement.microbatch,
                 parameters=None,
+                received=received,
                 sent=first,
                 tokens=tokens,
             )
@@ -248,37 +277,76 @@ class Juror:
         """What the accused sent on and got back; None if it does not show it.
 
         Raises:
-            RefusedError: it cannot be reached, which proves nothing.
+            RefusedError: it cannot be asked, which proves nothing.
         """
         message = Evidence(step=receipt.step, microbatch=receipt.microbatch, returned=receipt.returned)
-        if receipt.peer == self._membership.me:
-            raise MessageError("nobody sits on his own jury", kind="receipt")
+        try:
+            answer, view = await self._ask_accused(receipt.peer, message, self._activation_bytes + self._gradient_bytes)
+            sent, got = view[: self._activation_bytes], view[self._activation_bytes :]
+            below = check_input_receipt(answer.input_receipt, self._swarm, of=receipt)
+            self._check_witness(below.peer, receipt.stage + 1)
+            if body_digest((sent,)) != receipt.sent or body_digest((got,)) != receipt.got:
+                raise MessageError("the evidence is not what the accused signed for", kind="receipt")
+        except MessageError:
+            return None
+        return sent, got
+
+    async def _fetch_input(self, statement: _Statement) -> Buffer | None:
+        """What the accused received for an activation that it sent; None if it does not show it.
+
+        Raises:
+            RefusedError: it cannot be asked, which proves nothing.
+        """
+        message = Evidence(step=statement.step, microbatch=statement.microbatch, sent=statement.digest)
+        try:
+            answer, view = await self._ask_accused(statement.accused, message, self._activation_bytes)
+            hop = open_hop(
+                answer.input_hop,
+                self._swarm,
+                stage=statement.stage - 1,
+                step=statement.step,
+                microbatch=statement.microbatch,
+                direction=Direction.ACTIVATION.value,
+                sketch_bytes=4 * self._manifest.verifier.sketch_size,
+            )
+            self._check_witness(hop.peer, statement.stage - 1)
+            if hop.digest != statement.source or body_digest((view,)) != statement.source:
+                raise MessageError("the evidence is not what the accused signed for", kind="receipt")
+        except MessageError:
+            return None
+        return view
+
+    def _check_witness(self, peer: str, stage: int) -> None:
+        """Only a peer of the neighbouring stage can have sent or taken it; one that has left since may have, too."""
+        if self._membership.view.stage_of(peer) not in (stage, None):
+            raise MessageError("the evidence is signed by a peer of another stage", kind="receipt")
+
+    async def _ask_accused(self, accused: str, message: Evidence, limit: int) -> tuple[EvidenceAnswer, memoryview]:
+        """Ask for evidence.
+
+        Raises:
+            MessageError: the accused hides it, or answers with something else.
+            RefusedError: it cannot be asked, which proves nothing.
+        """
+        if accused == self._membership.me:
+            raise RefusedError("nobody sits on his own jury", kind="not_drawn")
         try:
             response = await self._transport.call(
-                receipt.peer,
+                accused,
                 Method.EVIDENCE,
                 message,
                 timeout=self._manifest.network.hop_timeout_seconds,
-                reply_limit=self._activation_bytes + self._gradient_bytes,
+                reply_limit=limit,
             )
-            answer = decode(EvidenceAnswer, response.head)
-            view = memoryview(response.data)
-            sent, got = view[: self._activation_bytes], view[self._activation_bytes :]
-            below = check_input_receipt(answer.input_receipt, self._swarm, of=receipt)
-            if self._membership.view.stage_of(below.peer) not in (receipt.stage + 1, None):
-                raise MessageError("the stage below has not signed the evidence", kind="receipt")
-            if body_digest((sent,)) != receipt.sent or body_digest((got,)) != receipt.got:
-                raise MessageError("the evidence is not what the accused signed for", kind="receipt")
+            return decode(EvidenceAnswer, response.head), memoryview(response.data)
         except RemoteError as error:
-            present = self._history.digest_at(receipt.step + 1) is None
-            if error.kind == "no_evidence" and not present:
+            if error.kind == "no_evidence" and self._history.step > message.step:
                 raise RefusedError("the accused keeps that step no longer", kind="expired") from None
-            if error.kind in ("busy", "not_admitted", "unavailable", "method", "internal"):
+            if error.kind in CANNOT_BE_ASKED:
                 raise RefusedError(f"the accused could not be asked: {error.kind}", kind="inconclusive") from None
-            return None
+            raise MessageError(f"the accused hides its evidence: {error.kind}", kind="receipt") from None
         except SentinelError as error:
             raise RefusedError(f"the accused could not be asked: {error}", kind="inconclusive") from None
-        return sent, got
 
     async def _fetch_parameters(self, statement: _Statement) -> torch.Tensor:
         """The parameters of another stage, from its replicas, the accused last.
@@ -287,7 +355,8 @@ class Juror:
             RefusedError: nobody gave them.
         """
         if statement.receipt is None:
-            raise RefusedError("only replicas of the first stage have the data", kind="no_data")
+            # A hop does not say with which parameters it was computed, and siblings know that best.
+            raise RefusedError("only siblings can compute that again", kind="no_data")
         digest = statement.receipt.parameters
         length = self._replayer.length(statement.stage)
         if 4 * length > MAX_PARAMETER_BYTES:
@@ -320,9 +389,11 @@ class Juror:
 
     async def _serve_evidence(self, request: Request) -> Response:
         message = decode(Evidence, request.head)
-        kept = self._evidence.find(message.step, message.microbatch, message.returned)
+        kept = self._evidence.find(message.step, message.microbatch, message.returned or message.sent)
         if kept is None:
             raise RefusedError("nothing is kept here of that microbatch", kind="no_evidence")
+        if isinstance(kept, KeptInput):
+            return Response(head=encode(EvidenceAnswer(input_hop=kept.input_hop)), body=(kept.received,))
         return Response(head=encode(EvidenceAnswer(input_receipt=kept.input_receipt)), body=(*kept.sent, kept.got))
 
     async def _serve_parameters(self, request: Request) -> Response:

@@ -19,7 +19,7 @@ from node.auditor import Auditor, Case
 from node.boundary import Boundary, Incoming, Outgoing
 from node.downstream import Downstream
 from node.drill import Drill
-from node.evidence import EvidenceStore, Kept
+from node.evidence import EvidenceStore, Kept, KeptInput
 from node.guard import FlaggedError, Guard, score_of
 from node.jobs import StageJobs
 from node.membership import Membership
@@ -39,6 +39,7 @@ from protocol.messages import Method, Train, Trained
 from protocol.receipts import sign_receipt
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
+from verifier.audit import NEAR_FENCE
 from verifier.verdicts import Direction
 
 
@@ -268,6 +269,12 @@ class Pipeline:
                     forwarded, incoming, judged = await self._worker.run(
                         Priority.FORWARD, self._jobs.receive, key, step.number, request.peer, message, body, replicas
                     )
+                    self._evidence.add(
+                        step.number,
+                        message.microbatch,
+                        forwarded.digest,
+                        KeptInput(received=body, input_hop=message.hop),
+                    )
                     returned = await self._downstream.finish(step, work, forwarded)
                     passed, loss = Passed(forwarded=forwarded, returned=returned), returned.loss
                     outgoing = await self._worker.run(
@@ -277,25 +284,24 @@ class Pipeline:
                 self.notices.tell_cleared(judged, step.number, message.microbatch)
                 await self._worker.run(Priority.CHECK, self._jobs.accept, judged)
             except FlaggedError:
-                self._audit_first_stage(step, request.peer, message, work, body, score=math.inf)
+                self._audit_sender(step, request.peer, message, work, body, score=math.inf)
                 raise
             finally:
                 self._telemetry.in_flight(-1)
                 await self._discard(key)
-        self._audit_first_stage(step, request.peer, message, work, body, score=score_of(judged))
+        self._audit_sender(step, request.peer, message, work, body, score=score_of(judged))
         self._guard.credit(request.peer, step.number)
         self._completed(step, message.microbatch, loss)
         return self._answer(step, message.microbatch, loss, incoming, outgoing, passed, bool(judged.cleared))
 
-    def _audit_first_stage(
-        self, step: Step, sender: str, message: Train, work: Work, body: Buffer, *, score: float
-    ) -> None:
-        """Nobody calls the first stage, so the second one has it audited."""
-        if self._stage != 1:
+    def _audit_sender(self, step: Step, sender: str, message: Train, work: Work, body: Buffer, *, score: float) -> None:
+        """Have an odd activation computed again. Its sender's callers audit the others at random; nobody calls the
+        first stage, so the second one does that, too."""
+        if self._stage > 1 and score < NEAR_FENCE:
             return
         case = Case(
             accused=sender,
-            stage=0,
+            stage=self._stage - 1,
             step=step.number,
             microbatch=message.microbatch,
             statement=message.hop,
@@ -304,6 +310,7 @@ class Pipeline:
             origin=work.origin,
             origin_signature=work.origin_signature,
             flagged=math.isinf(score),
+            forward=True,
         )
         self._auditor.consider(case, score=score)
 

@@ -27,10 +27,11 @@ class Replay:
     step: int
     microbatch: int
     parameters: bytes | None
-    """Digest of what the accused says to have computed with; None where it said nothing (first stage)."""
+    """Digest of what the accused says to have computed with; None where it said nothing (a hop)."""
     received: Buffer | None = None
     sent: Buffer | None = None
     got: Buffer | None = None
+    """None also where only the forward is to be computed."""
     returned: Buffer | None = None
     tokens: Buffer | None = None
     """int32 little endian [B, T + 1]; in the first and the last stage."""
@@ -80,13 +81,16 @@ class Replayer:
                 raise RefusedError("only replicas of the first stage have the data", kind="no_data")
             if not torch.equal(tokens, self._expected_tokens(replay)):
                 return "tokens"
-            output, _ = runner.replay(tokens[:, :-1], parameters=flat)
+            output = runner.replay_forward(tokens[:, :-1], parameters=flat)
             return self._differs("activation", output, replay.sent)
         received = self._decode(replay.received, Direction.ACTIVATION)
         if replay.stage == self._last:
             assert tokens is not None
             _, gradient = runner.replay(received, None, tokens[:, 1:], parameters=flat)
             return self._differs("gradient", gradient, replay.returned)
+        if replay.got is None:
+            output = runner.replay_forward(received, parameters=flat)
+            return self._differs("activation", output, replay.sent)
         got = self._decode(replay.got, Direction.GRADIENT)
         output, gradient = runner.replay(received, got, parameters=flat)
         return self._differs("activation", output, replay.sent) or self._differs("gradient", gradient, replay.returned)
@@ -130,8 +134,7 @@ class Replayer:
             context=self._manifest.model.context,
         )
 
-    def _differs(self, name: str, recomputed: torch.Tensor | None, sent: Buffer | None) -> str:
-        assert recomputed is not None
+    def _differs(self, name: str, recomputed: torch.Tensor, sent: Buffer | None) -> str:
         direction = Direction(name)
         dtype = self._dtypes[direction]
         # What was sent has lost precision on its way; what is compared to it loses the same.

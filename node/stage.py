@@ -177,21 +177,25 @@ class StageRunner:
         targets: Tensor | None = None,
         *,
         parameters: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute a microbatch again, both ways, without a trace in the gradient sum: for audits.
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a microbatch again, both ways, without a trace in the gradient sum: for audits. Not of stage 0.
 
         Args:
             parameters: float32 [P], others than the present ones, in the order of the layout.
 
         Returns:
-            The output (float32 [B, T, d], or the loss as a scalar) and the gradient of ``received`` (None in
-            the first stage), on the CPU.
+            The output (float32 [B, T, d], or the loss as a scalar) and the gradient of ``received``, on the CPU.
         """
-        pending = self._compute(received, targets, parameters)
         if self._module.first:
-            return _to_cpu(pending.output), None
+            raise StageError("the first stage has no gradient to return; replay its forward")
+        pending = self._compute(received, targets, parameters)
         (gradient,) = self._differentiate(pending, grad_output, [pending.received])
         return _to_cpu(pending.output), _to_cpu(gradient)
+
+    def replay_forward(self, received: Tensor, *, parameters: Tensor | None = None) -> Tensor:
+        """The forward alone, of any stage but the last; float32 [B, T, d] on the CPU. As ``replay``."""
+        with torch.no_grad():
+            return _to_cpu(self._compute(received, None, parameters).output)
 
     # the whole stage -----------------------------------------------------------------
 

@@ -44,8 +44,9 @@ def sign_hop(
     direction: str,
     digest: bytes,
     sketch: bytes,
+    source: bytes = b"",
 ) -> bytes:
-    """The packed and signed hop of a tensor that this node is about to send."""
+    """The packed and signed hop of a tensor that this node is about to send; ``source`` is the digest of its input."""
     hop = Hop(
         peer=identity.peer_id,
         stage=stage,
@@ -53,6 +54,7 @@ def sign_hop(
         microbatch=microbatch,
         direction=direction,
         digest=digest,
+        source=source,
         sketch=sketch,
         signature=NO_SIGNATURE,
     )
@@ -90,7 +92,8 @@ def open_hop(
 
 
 def _hop_bytes(hop: Hop, swarm: bytes) -> bytes:
-    return pack([swarm, hop.peer, hop.stage, hop.step, hop.microbatch, hop.direction, hop.digest, hop.sketch])
+    about = [hop.peer, hop.stage, hop.step, hop.microbatch, hop.direction, hop.digest, hop.source, hop.sketch]
+    return pack([swarm, *about])
 
 
 def _token_bytes(swarm: bytes, step: int, microbatch: int, tokens: Buffer) -> bytes:

@@ -121,7 +121,8 @@ class Hop:
     """A signed statement: "in this microbatch, this is what I sent".
 
     A receiver shows it to the next stage, which can so relate what a peer sends to what that
-    peer received. ``sketch`` is float32 little endian; ``digest`` is SHA-256 of the body.
+    peer received. ``sketch`` is float32 little endian; ``digest`` is SHA-256 of the body, and ``source`` that of
+    what its peer had received in this direction (empty where it received nothing).
     """
 
     peer: str = _peer()  # type: ignore[assignment]
@@ -130,6 +131,7 @@ class Hop:
     microbatch: int = integer(0, MAX_MICROBATCHES)
     direction: str = text(12)
     digest: bytes = binary(32)
+    source: bytes = binary(0, 32)
     sketch: bytes = binary(longest=MAX_SKETCH_BYTES)
     signature: bytes = binary(64)
 
@@ -225,9 +227,9 @@ class EndAnswer:
 class Audit:
     """To a drawn juror: compute this microbatch again and say whether the one who signed for it cheated.
 
-    ``statement`` is the packed receipt of the accused, or, of a replica of the first stage, the packed hop of
-    what it sent. The body holds the tensors as they travelled: input activation and returned gradient, then, from
-    the last stage, the tokens; or, from the first, sent activation and tokens.
+    ``statement`` is the packed receipt of the accused, or the packed hop of an activation that it sent. The body
+    holds the tensors as they travelled. With a receipt: input activation and returned gradient, then, of the last
+    stage, the tokens. With a hop: the sent activation, then, of the first stage, the tokens.
     """
 
     statement: bytes = binary(longest=MAX_HOP_BYTES)
@@ -250,19 +252,26 @@ class AuditAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Show what you sent on and what came back for the microbatch for which you returned this gradient."""
+    """Show what went with a tensor of yours, by its digest: one of the two.
+
+    ``returned``: a gradient; what you sent on for it, and what came back. ``sent``: an activation; what you had
+    received for it.
+    """
 
     step: int = _step()  # type: ignore[assignment]
     microbatch: int = integer(0, MAX_MICROBATCHES)
-    returned: bytes = binary(32)
+    returned: bytes = binary(0, 32, default=b"")
+    sent: bytes = binary(0, 32, default=b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceAnswer:
-    """The body is the activation that was sent on, then the gradient that came back, as they travelled."""
+    """The body is what was asked for, as it travelled: activation sent and gradient got, or activation received."""
 
-    input_receipt: bytes = binary(longest=MAX_RECEIPT_BYTES)
-    """The packed receipt of the stage below."""
+    input_receipt: bytes = binary(longest=MAX_RECEIPT_BYTES, default=b"")
+    """The packed receipt of the stage below, with a gradient."""
+    input_hop: bytes = binary(longest=MAX_HOP_BYTES, default=b"")
+    """The packed hop of the stage above, with an activation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

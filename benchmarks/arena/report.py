@@ -54,7 +54,16 @@ def averaged(rows: Sequence[Row]) -> list[Row]:
 
 def _average(group: Sequence[Row]) -> Row:
     names = [
-        *("precision", "recall", "f1", "f1_ejected", "recall_ejected", "steps_to_quarantine", "steps_to_ejection"),
+        *(
+            "precision",
+            "recall",
+            "f1",
+            "f1_ejected",
+            "f1_isolated",
+            "recall_ejected",
+            "steps_to_quarantine",
+            "steps_to_ejection",
+        ),
         *("attacked_microbatches_to_quarantine", "attacked_microbatches_to_ejection", "honest_refused_share"),
         *("loss", "loss_attack_free", "loss_undefended", "extra_compute_share", "extra_traffic_share"),
         *("check_share", "seconds"),
@@ -73,7 +82,7 @@ def _average(group: Sequence[Row]) -> Row:
 
 
 HEADINGS = (
-    *("attack", "on", "stages", "defence", "F1", "recall (least)", "precision", "F1, ejected only"),
+    *("attack", "on", "stages", "defence", "F1", "recall (least)", "precision", "F1, ejected only", "F1, one side"),
     *("steps to quarantine / ejection", "honest detected", "loss", "undefended", "attack-free"),
 )
 
@@ -89,6 +98,7 @@ def _cells(row: Row) -> list[str]:
         "-" if free else f"{_share(row['recall'])} ({_share(row['min_recall'])})",
         _share(row["precision"]),
         "-" if free else _share(row["f1_ejected"]),
+        "-" if free else _share(row["f1_isolated"]),
         "-" if free else steps,
         died,
         *(_number(row["loss"]), _number(row["loss_undefended"]), _number(row["loss_attack_free"])),
@@ -138,9 +148,10 @@ all nodes of a swarm share one process. This page is written by the command:
 
 A node counts as **detected** if the swarm has ejected it, or if a strict majority of the live nodes of its neighbouring
 stages bar it at the end. Precision, recall and F1 are of nodes, not of messages; where nobody is detected precision is
-100 %. Steps are counted from an attacker's first falsified tensor to the first honest node that bars it, or sees it
-ejected. **loss** is the mean training loss of the last five steps; beside it stands that of the same attack without
-defence, and that of the swarm without attackers."""
+100 %. **One side** also counts those that a majority of one neighbouring stage bars: only the stage before an attacker
+sees its gradients. Steps are counted from an attacker's first falsified tensor to the first honest node that bars it,
+or sees it ejected. **loss** is the mean training loss of the last five steps; beside it stands that of the same attack
+without defence, and that of the swarm without attackers."""
 
 
 def _setting(suite: str, rows: Sequence[Row]) -> str:

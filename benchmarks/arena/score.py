@@ -25,6 +25,9 @@ class NodeFact:
     """Live nodes of the neighbouring stages that bar it at the end."""
     neighbours: int
     """Live nodes of the neighbouring stages at the end."""
+    barred_on_one_side: bool = False
+    """Whether a strict majority of the live nodes of one neighbouring stage bar it at the end. Only the stage before
+    sees its gradients, so this is all that a false gradient alone can lead to."""
     first_attack_step: int | None = None
     quarantined_step: int | None = None
     """When the first honest node barred it."""
@@ -37,6 +40,11 @@ class NodeFact:
     def detected(self) -> bool:
         """Ejected, or barred by a strict majority of its live neighbours."""
         return self.ejected or 2 * self.quarantined_by > self.neighbours > 0
+
+    @property
+    def isolated(self) -> bool:
+        """Detected, or cut off from one neighbouring stage."""
+        return self.detected or self.barred_on_one_side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

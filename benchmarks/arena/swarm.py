@@ -189,11 +189,15 @@ def _fact(member: Member, members: list[Member], watch: _Watch, gone: set[str], 
     assert member.stage is not None
     stages = 1 + max(other.stage for other in members if other.stage is not None)
     near = neighbouring_stages(member.stage, stages)
-    states = [
-        other.node.guard.ledger.standing(member.peer).state
-        for other in members
-        if other.stage in near and other.peer not in gone and other.node.guard is not None
+    sides = [
+        [
+            other.node.guard.ledger.standing(member.peer).state
+            for other in members
+            if other.stage == stage and other.peer not in gone and other.node.guard is not None
+        ]
+        for stage in near
     ]
+    states = [state for side in sides for state in side]
     drill = member.node.drill
     by = sum(state is PeerState.EJECTED for state in states)
     return NodeFact(
@@ -201,6 +205,7 @@ def _fact(member: Member, members: list[Member], watch: _Watch, gone: set[str], 
         ejected=member.peer in ejected or 2 * by > len(states),
         quarantined_by=sum(state in BARRED for state in states),
         neighbours=len(states),
+        barred_on_one_side=any(2 * sum(state in BARRED for state in side) > len(side) > 0 for side in sides),
         first_attack_step=drill.first_attack_step if drill is not None else None,
         quarantined_step=watch.step("quarantined", member.peer),
         ejected_step=watch.step("ejected", member.peer),
@@ -215,6 +220,7 @@ def _row(run: Run, members: list[Member], facts: list[NodeFact]) -> Row:
     bad = [fact for fact in facts if fact.attacker]
     found = detection(facts, found=lambda fact: fact.detected)
     expelled = detection(facts, found=lambda fact: fact.ejected)
+    isolated = detection(facts, found=lambda fact: fact.isolated)
     losses = agreed_losses([list(member.node.telemetry.losses) for member in honest if member.stage == 0])
     counters = [member.node.telemetry.counters for member in honest]
     trained = sum(counter.microbatches for counter in counters)
@@ -239,6 +245,9 @@ def _row(run: Run, members: list[Member], facts: list[NodeFact]) -> Row:
         "precision_ejected": expelled.precision,
         "recall_ejected": expelled.recall,
         "f1_ejected": expelled.f1,
+        "precision_isolated": isolated.precision,
+        "recall_isolated": isolated.recall,
+        "f1_isolated": isolated.f1,
         "steps_to_quarantine": mean_delay(facts, lambda fact: fact.quarantined_step),
         "steps_to_ejection": mean_delay(facts, lambda fact: fact.ejected_step),
         "attacked_microbatches_to_quarantine": mean_of([fact.attacked_at_quarantine for fact in bad]),

@@ -28,6 +28,7 @@ class MemoryLink(Link):
     def __init__(self, peer: str) -> None:
         self.peer = peer
         self.other: MemoryLink | None = None
+        self.on_ended: Callable[[MemoryLink], None] = lambda link: None
         self._queue: deque[bytes] = deque()
         self._queued = 0
         self._paused = True
@@ -98,6 +99,7 @@ class MemoryLink(Link):
             return
         self._report(error)  # the session may still say why to the peer
         self._error = error
+        self.on_ended(self)
         self._queue.clear()
         self._room.set()
         if self.other is not None and self.other._error is None:
@@ -106,6 +108,7 @@ class MemoryLink(Link):
     def _end(self, error: SentinelError) -> None:
         """The other side has closed; what it sent before still arrives."""
         self._error = error
+        self.on_ended(self)
         self._room.set()
         asyncio.get_running_loop().call_soon(self._tell_closed, error)
 
@@ -190,7 +193,7 @@ class MemoryTransport(DialingTransport):
     def __init__(self, network: MemoryNetwork, peer_id: str, **options: Any) -> None:
         super().__init__(peer_id=peer_id, **options)
         self._network = network
-        self._links: dict[str, list[MemoryLink]] = {}
+        self._links: dict[MemoryLink, None] = {}
         network.add(self)
 
     def learn(self, peer: str, addresses: Iterable[str]) -> None:
@@ -207,20 +210,22 @@ class MemoryTransport(DialingTransport):
         self._accept_link(link, stream)
 
     def _keep(self, link: MemoryLink) -> None:
-        known = [known for known in self._links.get(link.peer, ()) if not known.closed]
-        self._links[link.peer] = [*known, link]
+        if not link.closed:  # a transport that is closing refuses a stream at once
+            self._links[link] = None
+            link.on_ended = self._forget
+
+    def _forget(self, link: MemoryLink) -> None:
+        self._links.pop(link, None)
 
     def drop_links(self, peer: str) -> None:
         """Cut every stream to this peer."""
-        for link in self._links.pop(peer, ()):
+        for link in [link for link in self._links if link.peer == peer]:
             link.fail(PeerGoneError("the network was cut"))
 
     async def _close_links(self) -> None:
         self._network.remove(self.peer_id)
-        for links in self._links.values():
-            for link in links:
-                link.close()
-        self._links.clear()
+        for link in list(self._links):
+            link.close()
 
 
 class MemoryRecords(RecordKeeper):

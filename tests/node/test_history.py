@@ -34,6 +34,7 @@ def update(history: ParameterHistory, runner: StageRunner, step: int) -> bytes:
 
 def test_before_the_first_update_only_step_0_is_known(runner: StageRunner) -> None:
     history, digest = begin(runner)
+    assert history.step == 0
     assert history.digest_at(0) == digest
     assert history.digest_at(1) is None
     assert history.parameters_of(digest) is runner.flat_parameters()
@@ -44,6 +45,7 @@ def test_two_versions_are_kept(runner: StageRunner) -> None:
     history, first = begin(runner)
     initial = runner.flat_parameters().clone()
     second = update(history, runner, 1)
+    assert history.step == 1
     assert (history.digest_at(0), history.digest_at(1), history.digest_at(2)) == (first, second, None)
     before, present = history.parameters_of(first), history.parameters_of(second)
     assert before is not None and torch.equal(before, initial)
@@ -72,6 +74,7 @@ def test_what_was_before_a_replaced_state_is_no_history_of_it(runner: StageRunne
     runner.load_flat(torch.ones_like(runner.flat_parameters()))
     fetched = parameter_digest(runner.flat_parameters())
     history.replaced(40, fetched)
+    assert history.step == 40
     assert [history.digest_at(step) for step in (0, 1, 39, 40, 41)] == [None, None, None, fetched, None]
     assert history.parameters_of(first) is None and history.parameters_of(second) is None
     assert history.parameters_of(fetched) is runner.flat_parameters()

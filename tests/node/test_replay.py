@@ -226,7 +226,8 @@ def test_every_attack_on_a_tensor_is_above_the_tolerance_and_named(name: str, dt
         received = torch.zeros_like(tensor) if source is None else decode(bench.manifest, bytes(source))
         falsified = attacked(bench.manifest, name, tensor, received, direction)
         assert difference(tensor, falsified) > 1.5 * TOLERANCE[dtype], (stage, direction)
-        replay = replace(honest, **{field: bench.encode(falsified)})
+        change: dict[str, Any] = {field: bench.encode(falsified)}
+        replay = replace(honest, **change)
         assert bench.replayer.compare(replay) == direction.value, (stage, direction)
 
 
@@ -395,5 +396,6 @@ def test_tensors_of_another_size_are_refused(change: dict[str, Any], data: Token
 def test_a_tensor_that_is_not_finite_is_falsified(field: str, data: TokenStream) -> None:
     bench = bench_of(MIDDLE, data)
     tensor = torch.full(bench.manifest.activation_shape, float("nan"))
-    named = bench.replayer.compare(replace(bench.honest(), **{field: bench.encode(tensor)}))
+    change: dict[str, Any] = {field: bench.encode(tensor)}
+    named = bench.replayer.compare(replace(bench.honest(), **change))
     assert named == {"sent": "activation", "returned": "gradient"}[field]

@@ -194,7 +194,7 @@ def test_verdicts_run_out() -> None:
     assert [entry.writer for entry in view.verdicts_on("x")] == ["b"]
     assert set(view.signed_verdicts) == {("x", "b")}
     view.expire(NOW + 200)
-    assert view.verdicts == view.signed_verdicts == {} and list(view.records()) == []
+    assert not view.verdicts and not view.signed_verdicts and list(view.records()) == []
 
 
 def test_whoever_asks_for_the_view_gets_claims_then_accusations_then_verdicts() -> None:

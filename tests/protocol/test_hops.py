@@ -18,12 +18,13 @@ from protocol.packing import pack, unpack
 
 SELF, OTHER = Identity(bytes(range(32))), Identity(bytes(range(1, 33)))
 SWARM, FOREIGN = bytes(32), bytes(31) + b"\1"
+SOURCE = body_digest((b"input",))
 SKETCH = b"\0\0\x80\x3f" * 4
 ABOUT: dict[str, Any] = {"stage": 1, "step": 9, "microbatch": 4, "direction": "activation"}
 
 
 def signed(**changes: Any) -> bytes:
-    values = {**ABOUT, "digest": body_digest((b"body",)), "sketch": SKETCH, **changes}
+    values = {**ABOUT, "digest": body_digest((b"body",)), "source": SOURCE, "sketch": SKETCH, **changes}
     return sign_hop(SELF, SWARM, **values)
 
 
@@ -40,7 +41,7 @@ def refused(data: bytes, swarm: bytes = SWARM, **changes: Any) -> str:
 
 def test_a_hop_says_who_sent_what() -> None:
     hop = opened(signed())
-    assert (hop.peer, hop.digest, hop.sketch) == (SELF.peer_id, body_digest((b"body",)), SKETCH)
+    assert (hop.peer, hop.digest, hop.source, hop.sketch) == (SELF.peer_id, body_digest((b"body",)), SOURCE, SKETCH)
     assert (hop.stage, hop.step, hop.microbatch, hop.direction) == (1, 9, 4, "activation")
 
 
@@ -58,6 +59,9 @@ def test_a_hop_about_something_else_is_refused(change: dict[str, Any]) -> None:
         {"peer": OTHER.peer_id},
         {"peer": "not a peer id"},
         {"digest": bytes(32)},
+        {"source": bytes(32)},
+        {"source": b""},
+        {"digest": SOURCE, "source": body_digest((b"body",))},
         {"sketch": SKETCH[::-1]},
         {"signature": bytes(64)},
     ],
@@ -66,6 +70,10 @@ def test_a_hop_about_something_else_is_refused(change: dict[str, Any]) -> None:
 def test_a_hop_whose_content_was_changed_is_refused(change: dict[str, Any]) -> None:
     hop = replace(opened(signed()), **change)
     assert "not signed" in refused(pack(fields.encode(hop)))
+
+
+def test_whoever_received_nothing_names_no_source() -> None:
+    assert opened(signed(source=b"")).source == b""
 
 
 @pytest.mark.parametrize("name", ["stage", "step", "microbatch", "direction"])

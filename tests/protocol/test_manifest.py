@@ -25,7 +25,7 @@ from protocol.packing import pack
 
 PEER = Identity(bytes(range(32))).peer_id
 DEFAULT = Manifest(name="attic")
-GOLDEN_SWARM_ID = "6cfa9ea36bf9753d52774b8101e7d691d28f05c7fc2e81658263e36a49b8e6f2"
+GOLDEN_SWARM_ID = "a05d378f4e14f806d4cc1097f810ad83f46271ce65a0824976c94d3489fa5587"
 
 names = st.text(min_size=1, max_size=64).filter(lambda name: name.isprintable() and name == name.strip())
 

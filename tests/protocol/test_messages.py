@@ -45,6 +45,7 @@ EXAMPLES: list[Any] = [
         microbatch=7,
         direction="activation",
         digest=D32,
+        source=D32,
         sketch=bytes(MAX_SKETCH_BYTES),
         signature=S64,
     ),

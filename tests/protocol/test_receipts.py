@@ -139,7 +139,8 @@ def test_a_receipt_of_another_swarm_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["sent", "got"])
 def test_a_receipt_that_tells_half_is_refused(name: str) -> None:
-    assert "half" in refused(lambda: open_receipt(signed(**{name: b""}), SWARM))
+    half: dict[str, Any] = {name: b""}
+    assert "half" in refused(lambda: open_receipt(signed(**half), SWARM))
 
 
 def test_the_last_stage_has_nothing_to_tell_of_the_next() -> None:

@@ -50,8 +50,8 @@ class Course:
         return {name for name in self.members if self.events(kind, name)}
 
     def total(self, metric: str, **labels: str) -> float:
-        """A metric, added up over all members."""
-        registries = [member.node.metrics.registry for member in self.members.values()]
+        """A metric, added up over the honest members."""
+        registries = [member.node.metrics.registry for member in self.honest]
         return sum(registry.get_sample_value(f"sentinel_{metric}", labels) or 0.0 for registry in registries)
 
     def first_attack(self, name: str) -> int:
@@ -85,8 +85,8 @@ def train(attacks: Mapping[str, str], **verifier: Any) -> Course:
             for stage in range(STAGES):
                 for replica in range(REPLICAS):
                     name = f"s{stage}r{replica}"
-                    drill = {"attack": attacks[name], "drill_from": FROM_STEP} if name in attacks else {}
-                    members[name] = swarm.join(name, stage=stage, **drill)
+                    attack = attacks.get(name, "")
+                    members[name] = swarm.join(name, stage=stage, attack=attack, drill_from=FROM_STEP if attack else 0)
             outcomes = await asyncio.gather(*(member.outcome() for member in members.values()))
         return Course(members=members, outcomes=dict(zip(members, outcomes, strict=True)))
 
@@ -129,9 +129,9 @@ def test_a_cheat_is_ejected_for_its_first_attack_by_those_who_computed_it_again(
     first = course.first_attack(name)
     assert first == FROM_STEP
     verdicts, ejections = course.events("verdict", name), course.events("ejected", name)
-    assert min(event.step for event in verdicts) == first
     assert all(event.text.endswith(f"computed its work again: {differs}") for event in verdicts)
-    # Whoever hears of it while the next step begins notes that one.
+    # A case that another of the cheats has opened ends with its own ejection; then the next one convicts.
+    assert {event.step for event in verdicts} <= {first, first + 1}
     assert {event.step for event in ejections} <= {first, first + 1}
     assert len(ejections) == len(course.honest)
     told = course.outcomes[name]
@@ -145,10 +145,9 @@ def test_nobody_else_is_ejected_or_struck_and_no_work_is_lost() -> None:
     honest = {name for name in course.members if name not in CHEATS}
     assert not honest & course.named("quarantined") and not honest & course.named("strike")
     assert [course.outcomes[name] for name in honest] == [None] * len(honest)
-    assert course.total("audits_total", outcome="guilty") >= 1
     assert course.total("audits_total", outcome="honest") > 20
     assert course.total("audits_total", outcome="disputed") == 0
-    assert course.total("votes_total", vote="guilty") >= 2 * len(CHEATS)
+    assert course.total("votes_total", vote="guilty") >= 2 * len(CHEATS)  # two siblings convict
     for member in course.honest:
         assert len(member.node.telemetry.losses) == STEPS
         assert member.node.telemetry.counters.lost == 0
@@ -159,6 +158,7 @@ def test_nobody_else_is_ejected_or_struck_and_no_work_is_lost() -> None:
 def test_an_observing_swarm_tells_whom_it_would_eject_and_ejects_nobody() -> None:
     course = observing()
     assert course.named("would_eject") == {"s1r1"} == course.named("verdict")
+    assert {event.step for event in course.events("verdict", "s1r1")} == {course.first_attack("s1r1")}
     told = course.events("would_eject", "s1r1")
     assert {event.text for event in told} == {"would be ejected: audit: gradient (2 of 2 jurors)"}
     assert len(told) == len(course.honest)  # each says it once
