@@ -14,9 +14,10 @@ Two kinds of rows, since a difference of two swarms is noisier than what is to b
 * *in place*: inside one swarm, the CPU time of the calls that belong to the checker against that of the rest.
 
 Audits are measured in their steady state, all peers trusted and all tensors ordinary (``audit_suspicion = 1``), at a
-rate that a few microbatches can show, and drawn evenly instead of at random. Lower rates follow from it in proportion.
-On probation, until 32 microbatches went well, a peer is audited ``audit_suspicion`` times as often, by default 16; that
-has a row of its own.
+rate that a few microbatches can show. Lower rates follow from the time of one audit and the number to be expected: the
+rate, and a quarter more for each stage in the middle, whose audits may go on with the stage below. On probation, until
+32 microbatches went well, a peer is audited ``audit_suspicion`` times as often, by default 16; that has a row of its
+own.
 
 The JSON is a list of ``{case, ours, rival, rival_name, unit, ratio}``, where ``ratio`` is ours / rival: 1.008 says that
 the checker adds 0.8 %.
@@ -43,7 +44,7 @@ from unittest import mock
 import torch
 
 from node import boundary, jobs, simulated_swarm
-from node.auditor import Auditor
+from node.auditor import FOLLOW_CHANCE, Auditor
 from node.guard import Guard
 from node.history import ParameterHistory
 from node.simulated_swarm import Member, SimulatedSwarm, simulated
@@ -298,6 +299,11 @@ def report(off: Spent, checked: Spent, audited: Spent) -> list[dict[str, object]
     bare = checked.training - checked.statistics - checked.sketches - checked.statements
     judged = checked.statistics + checked.sketches
     each = audited.audits / audited.audited if audited.audited > 0 else 0.0
+
+    def more(rate: float) -> float:
+        """What audits at a rate add to a microbatch at a stage."""
+        return each * rate * (1.0 + FOLLOW_CHANCE * (STAGES - 2) / STAGES)
+
     return [
         row("statistics and sketches, in place", bare + checked.statements + judged, bare + checked.statements),
         row("statistics alone, in place", bare + checked.statistics, bare),
@@ -316,13 +322,12 @@ def report(off: Spent, checked: Spent, audited: Spent) -> list[dict[str, object]
         ),
         row(f"audits at {_fraction(MEASURED_RATE)}, in place", checked.training + audited.audits, checked.training),
         *(
-            row(f"audits at {_fraction(rate)}, in proportion", checked.training + rate * scale, checked.training)
-            for scale in (audited.audits / MEASURED_RATE,)
+            row(f"audits at {_fraction(rate)}, by the time of one", checked.training + more(rate), checked.training)
             for rate in RATES
         ),
         row(
-            f"audits at {_fraction(DEFAULT_RATE)} on probation, by the cost of one",
-            checked.training + min(1.0, SUSPICION * DEFAULT_RATE) * each,
+            f"audits at {_fraction(DEFAULT_RATE)} on probation, by the time of one",
+            checked.training + more(min(1.0, SUSPICION * DEFAULT_RATE)),
             checked.training,
         ),
         row(

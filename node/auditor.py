@@ -158,11 +158,11 @@ class Auditor:
         """See a case through; returns how it ended, a word for the metric."""
         subject = statement_digest(case.statement)
         draw = sign_draw(self._identity, self._swarm, subject)
-        jury = self._guard.jury(draw, case.accused, case.stage)
+        me = self._identity.peer_id
+        jury = self._guard.jury(draw, case.accused, case.stage, asker=me)
         votes: dict[str, _Vote] = {}
         refusals: list[str] = []
-        askable = [juror for juror in jury if juror != self._membership.me]
-        for juror in askable[:FIRST_JURORS]:
+        for juror in jury[:FIRST_JURORS]:
             vote = await self._ask(juror, case, draw, subject, refusals)
             if vote is not None:
                 votes[juror] = vote
@@ -175,24 +175,36 @@ class Auditor:
             return "honest"
         settled: list[str] = []
         for enlarged in (False, True):
-            jury = self._guard.jury(draw, case.accused, case.stage, enlarged=enlarged)
-            rest = [juror for juror in jury if juror not in (*votes, *settled, self._membership.me)]
+            jury = self._guard.jury(draw, case.accused, case.stage, asker=me, enlarged=enlarged)
+            rest = [juror for juror in jury if juror not in (*votes, *settled)]
             answers = await asyncio.gather(*(self._ask(juror, case, draw, subject, refusals) for juror in rest))
             votes |= {juror: vote for juror, vote in zip(rest, answers, strict=True) if vote is not None}
             settled += rest
-            outcome = self._decide(case, draw, subject, jury, votes)
+            outcome = self._decide(case, draw, subject, jury, votes, enlarged=enlarged)
             if outcome:
                 return outcome
         return "disputed"
 
-    def _decide(self, case: Case, draw: bytes, subject: bytes, jury: Sequence[str], votes: dict[str, _Vote]) -> str:
+    def _decide(
+        self,
+        case: Case,
+        draw: bytes,
+        subject: bytes,
+        jury: Sequence[str],
+        votes: dict[str, _Vote],
+        *,
+        enlarged: bool,
+    ) -> str:
         """What the jury has found, once a majority of it agrees; else nothing."""
         guilty = {juror: vote for juror, vote in votes.items() if vote.guilty}
         honest = votes.keys() - guilty.keys()
         # Who has left since the draw does not acquit by its silence.
         live = [juror for juror in jury if self._membership.view.stage_of(juror) is not None]
         if convicts(accused=case.accused, jury=jury, guilty=guilty, live=live):
-            self._publish_verdict(case, draw, subject, guilty)
+            if enlarged:
+                self._guard.condemn(case.accused, Reason.AUDIT, case.step, detail="computed again, it differs")
+            else:
+                self._publish_verdict(case, draw, subject, guilty)
             for juror in honest:
                 self._guard.condemn(juror, Reason.FALSE_VOTE, case.step, detail="it acquitted whom its jury convicted")
             return "guilty"

@@ -104,7 +104,11 @@ class Boundary:
             tensor = self._drill.apply(tensor, direction, step, received=received)
         dtype = self._dtypes[direction]
         buffers = encode_tensor(tensor, dtype)
-        sent = tensor if dtype is WireDtype.FP32 else self._decode(b"".join(buffers), direction)
+        sent = (
+            tensor
+            if dtype is WireDtype.FP32
+            else self._decode(buffers[0] if len(buffers) == 1 else b"".join(buffers), direction)
+        )
         digest = body_digest(buffers)
         hop = sign_hop(
             self._identity,

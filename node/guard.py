@@ -29,7 +29,7 @@ from verifier.config import CheckerConfig
 from verifier.corroboration import contradicted, corroborated
 from verifier.distances import Reduction
 from verifier.ledger import Ledger, PeerState, StandingChanged
-from verifier.quorum import JURY_SIZE, LEAST_JURORS, convicts, ejects, jury, neighbouring_stages, seconds
+from verifier.quorum import LEAST_JURORS, convicts, ejects, jury, neighbouring_stages, seconds
 from verifier.sentinel import BoundaryChecker, Judgement
 from verifier.verdicts import Direction, Reason
 
@@ -397,6 +397,8 @@ class Guard:
 
     def consider(self, accused: str) -> None:
         """Look whether the accusations against a peer make a quorum, and eject it if so."""
+        if self._config.mode == "off":
+            return
         self._second(accused, self._step)
         accusers = self._view.accusers(accused)
         if not accusers or self.ledger.standing(accused).state is PeerState.EJECTED:
@@ -417,58 +419,58 @@ class Guard:
         if self._config.mode != "enforce":
             if accused not in self._would_eject:
                 self._would_eject.add(accused)
-                self._telemetry.would_eject(accused, stage, reason)
+                self._telemetry.would_eject(accused, stage, reason, self._step)
             return
-        self._handle(
-            self.ledger.eject(accused, reason=Reason.STRIKES, until=until, now=self._wall_clock()), self._step, None
-        )
-        self._on_ejected(accused, f"{reason} ({len(accusers)} of {len(neighbours)} neighbours)", until)
+        changes = self.ledger.eject(accused, reason=Reason.STRIKES, until=until, now=self._wall_clock())
+        self._handle(changes, self._step, None)
+        if changes:
+            self._on_ejected(accused, f"{reason} ({len(accusers)} of {len(neighbours)} neighbours)", until)
 
     # verdicts of juries --------------------------------------------------------------
 
-    def jury(self, draw: bytes, accused: str, stage: int, *, enlarged: bool = False) -> tuple[str, ...]:
+    def jury(self, draw: bytes, accused: str, stage: int, *, asker: str, enlarged: bool = False) -> tuple[str, ...]:
         """Who may judge the accused, in the order drawn by this signature, as far as this node knows.
 
-        Those are its siblings, if there are two at least. An enlarged jury has two peers of the neighbouring stages
-        more: it settles a dispute among too few siblings, where one liar would otherwise leave everything open.
+        Those are its siblings, if there are two at least, and never the peer that asks. Where there are just two, one
+        liar among them would leave everything open; an enlarged jury has two peers of the neighbouring stages more.
+        It finds out who lied, but does not eject: two of three replicas are needed for that.
         """
-        without = self.ejected() | {accused}
+        without = self.ejected() | {accused, asker}
         replicas = [claim.peer for claim in self._view.roster(stage, 2**40, without=without)]
         near = neighbouring_stages(stage, self._num_stages)
         reserves = [claim.peer for place in near for claim in self._view.roster(place, 2**40, without=without)]
+        least = len(replicas) + 1 if enlarged and len(replicas) == LEAST_JURORS else LEAST_JURORS
         # A hash, since a signature is no uniform number.
-        least = min(len(replicas) + 1, JURY_SIZE - 1) if enlarged else LEAST_JURORS
-        return jury(
-            draw=hashlib.sha256(draw).digest(), accused=accused, replicas=replicas, reserves=reserves, least=least
-        )
+        seed = hashlib.sha256(draw).digest()
+        return jury(draw=seed, accused=accused, replicas=replicas, reserves=reserves, least=least)
 
     def consider_verdicts(self, accused: str) -> None:
         """Eject a peer that a jury has found guilty, as far as this node recognises the jurors."""
-        if self.ledger.standing(accused).state is PeerState.EJECTED:
+        if self._config.mode == "off" or self.judged_finally(accused):
             return
         for verdict in self._view.verdicts_on(accused):
             if self._drill is not None and self._drill.spares(accused, verdict.step):
                 continue
             # Else a majority of any one stage could convict whoever it likes.
-            if self._view.stage_of(accused) not in (None, verdict.accused_stage):
+            if not self._view.has_held(accused, verdict.accused_stage):
                 continue
             guilty = {juror for juror, _ in verdict.votes}
-            for enlarged in (False, True):
-                drawn = self.jury(verdict.draw, accused, verdict.accused_stage, enlarged=enlarged)
-                if convicts(accused=accused, jury=drawn, guilty=guilty, live=drawn):
-                    self._convict(verdict, votes=len(guilty & set(drawn)), jurors=len(drawn))
-                    return
+            drawn = self.jury(verdict.draw, accused, verdict.accused_stage, asker=verdict.writer)
+            if convicts(accused=accused, jury=drawn, guilty=guilty, live=drawn):
+                self._convict(verdict, votes=len(guilty & set(drawn)), jurors=len(drawn))
+                return
 
     def _convict(self, verdict: Verdict, *, votes: int, jurors: int) -> None:
         accused, now = verdict.accused, self._wall_clock()
         text = f"audit: {verdict.reason} ({votes} of {jurors} jurors)"
-        if self._config.mode != "enforce":
-            if accused not in self._would_eject:
-                self._would_eject.add(accused)
-                self._telemetry.would_eject(accused, verdict.accused_stage, text)
+        if self.observing:
+            self._would_eject.add(accused)
+            self._telemetry.would_eject(accused, verdict.accused_stage, text, verdict.step)
             return
-        self._handle(self.ledger.eject(accused, reason=Reason.AUDIT, until=verdict.expires, now=now), self._step, None)
-        self._on_ejected(accused, text, verdict.expires)
+        changes = self.ledger.eject(accused, reason=Reason.AUDIT, until=verdict.expires, now=now)
+        self._handle(changes, self._step, None)
+        if changes:
+            self._on_ejected(accused, text, verdict.expires)
 
 
 def most_common_reason(accusations: list[Accusation]) -> str:

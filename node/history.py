@@ -6,6 +6,7 @@ copy is kept. Only the compute thread uses this.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from node.stage import StageRunner
@@ -20,12 +21,17 @@ class ParameterHistory:
         self._keep = keep
         self._present = (0, digest)
         self._before: tuple[int, bytes, Tensor] | None = None
+        self._copy: Tensor | None = None
 
     def about_to_change(self) -> None:
         """Call before an update: what is present becomes the version before."""
-        if self._keep:
-            step, digest = self._present
-            self._before = (step, digest, self._runner.flat_parameters().detach().clone())
+        if not self._keep:
+            return
+        flat = self._runner.flat_parameters().detach()
+        if self._copy is None:
+            self._copy = torch.empty_like(flat)
+        self._copy.copy_(flat)  # into memory that is there already: several times quicker than a clone
+        self._before = (*self._present, self._copy)
 
     def changed(self, step: int, digest: bytes) -> None:
         """Call after an update: these are the parameters of ``step``."""

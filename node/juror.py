@@ -180,7 +180,8 @@ class Juror:
     def _check_drawn(self, asker: str, draw: bytes, subject: bytes, statement: _Statement) -> None:
         if not check_draw(asker, self._swarm, draw, subject):
             raise MessageError("the draw of a jury is not signed by the peer that asks", kind="receipt")
-        if self._membership.me not in self._guard.jury(draw, statement.accused, statement.stage, enlarged=True):
+        jury = self._guard.jury(draw, statement.accused, statement.stage, asker=asker, enlarged=True)
+        if self._membership.me not in jury:
             raise RefusedError("this node was not drawn for that jury", kind="not_drawn")
 
     async def _judge(self, request: Request, message: Audit, statement: _Statement) -> str:

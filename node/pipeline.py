@@ -137,7 +137,8 @@ class Pipeline:
         """Close a step: later work of it is refused."""
         step.closed = True
         self._next_step = step.number + 1
-        self._evidence.forget_before(step.number)
+        # One step more than jurors keep parameters, so that one who lags finds what it asks for.
+        self._evidence.forget_before(step.number - 1)
 
     @property
     def waiting_reason(self) -> str:

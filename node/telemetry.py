@@ -199,9 +199,9 @@ class Telemetry(Observer):
             self.metrics.ejections.labels(kind="seen").inc()
         self.event(change.after.value, step, peer=change.peer, stage=stage, text=text)
 
-    def would_eject(self, peer: str, stage: int, reason: str) -> None:
+    def would_eject(self, peer: str, stage: int, reason: str, step: int) -> None:
         """A quorum stands, but this swarm only observes."""
-        self.event("would_eject", 0, peer=peer, stage=stage, text=f"would be ejected: {reason}")
+        self.event("would_eject", step, peer=peer, stage=stage, text=f"would be ejected: {reason}")
 
     def audited(self, outcome: str, seconds: float | None = None) -> None:
         """An audit that this node asked for has ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from protocol.records import Accusation, Claim, NodeState, Record, Verdict
 
@@ -35,6 +36,8 @@ class View:
     """By accused and writer."""
     signed_verdicts: dict[tuple[str, str], bytes] = field(default_factory=dict)
     _newest: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _held: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Every stage that a peer has claimed."""
     _by_stage: dict[int, list[Claim]] = field(default_factory=dict, repr=False, compare=False)
     """Claims of each stage in order of peer id; dropped whenever a claim changes, made again when asked for."""
 
@@ -50,7 +53,7 @@ class View:
         known = self.accusations.get(key)
         if known is not None and known.expires >= record.expires:
             return False
-        if known is None and len(self.accusations) >= MAX_ACCUSATIONS:
+        if known is None and not self._room(self.accusations, self.signed_accusations, MAX_ACCUSATIONS):
             return False
         self.accusations[key] = record
         self.signed_accusations[key] = data
@@ -70,6 +73,10 @@ class View:
         if known is None and len(self.claims) >= MAX_CLAIMS:
             return False
         self._newest[claim.peer] = version
+        self._held[claim.peer] = (
+            *(stage for stage in self._held.get(claim.peer, ()) if stage != claim.stage),
+            claim.stage,
+        )
         self._by_stage.pop(claim.stage, None)
         if known is not None:
             self._by_stage.pop(known.stage, None)
@@ -85,10 +92,20 @@ class View:
         known = self.verdicts.get(key)
         if known is not None and known.expires >= verdict.expires:
             return False
-        if known is None and len(self.verdicts) >= MAX_VERDICTS:
+        if known is None and not self._room(self.verdicts, self.signed_verdicts, MAX_VERDICTS):
             return False
         self.verdicts[key] = verdict
         self.signed_verdicts[key] = data
+        return True
+
+    def _room(self, table: dict[tuple[str, str], Any], signed: dict[tuple[str, str], bytes], most: int) -> bool:
+        """Make room in a full table: words of those who hold no claim go first. Anybody can write those."""
+        if len(table) < most:
+            return True
+        stranger = next((key for key in table if key[1] not in self.claims), None)
+        if stranger is None:
+            return False
+        del table[stranger], signed[stranger]
         return True
 
     def mark_gone(self, peer: str) -> bool:
@@ -112,12 +129,17 @@ class View:
             del self.signed_verdicts[key]
         if len(self._newest) > 4 * MAX_CLAIMS:  # strangers who came and went
             self._newest = {peer: version for peer, version in self._newest.items() if peer in self.claims}
+            self._held = {peer: stages for peer, stages in self._held.items() if peer in self.claims}
         return ended
 
     def stage_of(self, peer: str) -> int | None:
         """The stage that a live peer has claimed."""
         claim = self.claims.get(peer)
         return None if claim is None else claim.stage
+
+    def has_held(self, peer: str, stage: int) -> bool:
+        """Whether a peer has, or once had, a claim on a stage, as far as this node remembers."""
+        return stage in self._held.get(peer, ())
 
     def replicas(self, stage: int, *, without: Collection[str] = ()) -> list[Claim]:
         """Live claims of a stage in any state, in order of peer id."""

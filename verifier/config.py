@@ -67,12 +67,12 @@ class CheckerConfig:
     strikes leak far faster than 0.1 % of flags can pile them up."""
 
     strike_limit: float = 3.0
-    """Strikes at which a peer is quarantined."""
+    """Strikes at which a peer is quarantined. Measured, as are the window and the multiplier: docs/settings.md."""
 
     statistical_strikes_per_step: float = 1.0
     """Most strikes that statistics can give one peer within one step. All microbatches of a step see the same
     parameters, so when the loss jumps, all honest gradients of that step leave the fence together (measured:
-    ten times their norm, for one step); they count as one event. An attacker lasts three steps instead."""
+    ten times their norm, for one step); they count as one event. An attacker lasts four steps: some leaks."""
 
     strike_decay: float = 0.1
     """Strikes that a suspect loses per step. Honest: 16 messages a step at 0.1 % earn 0.016 a step."""

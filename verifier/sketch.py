@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
+from collections import OrderedDict
 from functools import lru_cache
 
 import torch
@@ -32,12 +34,24 @@ CACHED_SIGNS = 4
 boundary shapes. Each is as large as a float32 boundary tensor, hence few."""
 
 
+KEPT_SHAPES = 2
+"""Shapes for which a thread keeps its scratch memory."""
+
+_kept = threading.local()
+
+
 def sketch(tensor: Tensor, *, key: bytes, size: int) -> Tensor:
     """A float32 vector [size] that depends only on ``tensor`` [..., d] and ``key`` (32 bytes).
 
     Scaling the tensor scales the sketch. Raises ValueError for a key of another length or a size below 1.
     """
-    return project(temper(tensor), key=key, size=size)
+    _check(key, size)
+    source = tensor.detach().reshape(-1, tensor.shape[-1])
+    tokens, width = source.shape
+    padded, cloud = _scratch(tokens, width, size)
+    _temper_(torch.sub(source, source.mean(dim=0, keepdim=True), out=cloud))
+    cloud.mul_(_signs(key, tokens, width))
+    return padded.view(-1, size).sum(dim=0)
 
 
 def temper(tensor: Tensor) -> Tensor:
@@ -49,20 +63,15 @@ def temper(tensor: Tensor) -> Tensor:
     Heavy tokens also shift the mean by which lengths are measured, so there are two rounds.
     """
     cloud = tensor.detach().reshape(-1, tensor.shape[-1]).float()
-    cloud = _clip_(cloud - cloud.mean(dim=0, keepdim=True))
-    return _clip_(cloud.sub_(cloud.mean(dim=0, keepdim=True)))
+    return _temper_(cloud - cloud.mean(dim=0, keepdim=True))
 
 
 def project(cloud: Tensor, *, key: bytes, size: int) -> Tensor:
     """Fold [N, d] float32 into [size]: linear, and on average true to inner products."""
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"a sketch key has {KEY_BYTES} bytes, got {len(key)}")
-    if size < 1:
-        raise ValueError(f"a sketch has at least one entry, got size {size}")
+    _check(key, size)
     tokens, width = cloud.shape
-    row = _row_length(width, size)
-    padded = torch.zeros(-(-tokens * row // size) * size)
-    torch.mul(cloud, _signs(key, tokens, width), out=padded[: tokens * row].view(tokens, row)[:, :width])
+    padded, room = _scratch(tokens, width, size)
+    torch.mul(cloud, _signs(key, tokens, width), out=room)
     return padded.view(-1, size).sum(dim=0)
 
 
@@ -85,6 +94,35 @@ _SMALLEST_NORM = 1e-30
 
 def _norm(sketch: Tensor) -> float:
     return float(torch.linalg.vector_norm(sketch, dtype=torch.float64))
+
+
+def _check(key: bytes, size: int) -> None:
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a sketch key has {KEY_BYTES} bytes, got {len(key)}")
+    if size < 1:
+        raise ValueError(f"a sketch has at least one entry, got size {size}")
+
+
+def _scratch(tokens: int, width: int, size: int) -> tuple[Tensor, Tensor]:
+    """Memory for [tokens, width] with a gap of zeros at the end of each row and at the end, whole and without gaps.
+
+    Kept for each thread: to allocate it anew costs more than all that is computed in it.
+    """
+    kept: OrderedDict[tuple[int, int, int], tuple[Tensor, Tensor]] = _kept.__dict__.setdefault("kept", OrderedDict())
+    found = kept.get((tokens, width, size))
+    if found is None:
+        row = _row_length(width, size)
+        padded = torch.zeros(-(-tokens * row // size) * size)
+        found = kept[tokens, width, size] = padded, padded[: tokens * row].view(tokens, row)[:, :width]
+        while len(kept) > KEPT_SHAPES:
+            kept.popitem(last=False)
+    return found
+
+
+def _temper_(cloud: Tensor) -> Tensor:
+    """In place, of a cloud that is centred already."""
+    _clip_(cloud)
+    return _clip_(cloud.sub_(cloud.mean(dim=0, keepdim=True)))
 
 
 def _clip_(cloud: Tensor) -> Tensor:

@@ -480,8 +480,10 @@ class Transport(ABC):
         """Send one request to a peer, opening the stream for it if needed; see ClientSession.request."""
         outcome = "ok"
         try:
-            async with asyncio.timeout(timeout):
-                session = await self._session(peer, STREAM_OF[method])
+            session = self._clients.get((peer, STREAM_OF[method]))
+            if session is None or not session.alive:  # a timer for each call only where one may have to wait
+                async with asyncio.timeout(timeout):
+                    session = await self._session(peer, STREAM_OF[method])
             return await session.request(method, fields.encode(message), body, timeout=timeout, reply_limit=reply_limit)
         except TimeoutError:
             outcome = "timeout"

@@ -56,7 +56,9 @@ def test_the_rows_compare_with_and_without() -> None:
     assert rows["statistics and sketches, in place"]["ratio"] == pytest.approx(106 / 103, abs=1e-5)
     assert rows["one audit against one microbatch"]["ours"] == 100.0
     assert rows["audits at 1/4, in place"]["ratio"] == pytest.approx(131 / 106, abs=1e-5)
-    assert rows["audits at 1/64, in proportion"]["ratio"] == pytest.approx(1 + 25 / 16 / 106, abs=1e-5)
+    assert rows["audits at 1/64, by the time of one"]["ratio"] == pytest.approx(
+        1 + 100 / 64 * (1 + 1 / 12) / 106, abs=1e-5
+    )
 
 
 def test_the_median_is_taken_for_each_field() -> None:

@@ -151,8 +151,8 @@ def test_nothing_but_a_majority_of_a_jury_ejects(siblings: int, data: st.DataObj
     mine, others = names(siblings), [*"uvxyz", "me", "stranger"]
     there = watch("uv", ["a", *mine], "xyz")
     votes = data.draw(st.lists(st.sampled_from([*mine, *others]), unique=True))
-    juries = [set(there.guard.jury(DRAW, "a", 1, enlarged=enlarged)) for enlarged in (False, True)]
-    convicted = any(2 * len(jury.intersection(votes)) > len(jury) for jury in juries)
+    jury = set(there.guard.jury(DRAW, "a", 1, asker="w"))
+    convicted = 2 * len(jury.intersection(votes)) > len(jury)
     there.knows(verdict("a", votes))
     assert (there.state("a") is PeerState.EJECTED) is (convicted and len(there.told) == 1)
     assert convicted is bool(there.told)
@@ -176,7 +176,7 @@ def test_replicas_that_take_no_work_do_not_sit_on_a_jury() -> None:
     there = watch("uv", "abc", "xyz")
     for peer in "de":
         there.view.merge(claim(peer, 1, state=NodeState.SYNCING), b"", NOW)
-    assert set(there.guard.jury(DRAW, "a", 1)) == {"b", "c"}
+    assert set(there.guard.jury(DRAW, "a", 1, asker="w")) == {"b", "c"}
     there.knows(verdict("a", "bde"))
     assert there.state("a") is not PeerState.EJECTED
 
@@ -186,14 +186,14 @@ def test_a_juror_that_is_ejected_has_no_vote_and_is_not_counted() -> None:
     assert there.state("e") is PeerState.EJECTED
     there.knows(verdict("a", "be"))
     assert there.state("a") is not PeerState.EJECTED  # one of three, since e's vote is none
-    there.knows(verdict("a", "bc", writer="v"))
+    there.knows(verdict("a", "bc", writer="w2"))
     assert there.state("a") is PeerState.EJECTED
 
 
 def test_votes_of_two_verdicts_are_not_added_up() -> None:
-    there = watch("uv", "abcdef", "xyz").knows(verdict("a", "bc")).knows(verdict("a", "de", writer="v"))
+    there = watch("uv", "abcdef", "xyz").knows(verdict("a", "bc")).knows(verdict("a", "de", writer="w2"))
     assert there.state("a") is not PeerState.EJECTED
-    there.knows(verdict("a", "bcd", writer="u"))
+    there.knows(verdict("a", "bcd", writer="w3"))
     assert there.state("a") is PeerState.EJECTED and len(there.told) == 1
 
 
@@ -214,70 +214,85 @@ def test_a_verdict_waits_until_its_jurors_are_known() -> None:
 
 def test_in_a_stage_of_two_reserves_of_the_neighbouring_stages_fill_the_jury() -> None:
     there = watch("uv", "ab", "xyz")
-    drawn = there.guard.jury(DRAW, "a", 1)
+    drawn = there.guard.jury(DRAW, "a", 1, asker="w")
     assert drawn[0] == "b" and len(drawn) == 3
     reserves, left = set(drawn[1:]), set("uvxyz") - set(drawn)
     assert reserves < {*"uvxyz", "me"}
-    there.knows(verdict("a", ["b"])).knows(verdict("a", ["b", *sorted(left)], writer="v"))
+    there.knows(verdict("a", ["b"])).knows(verdict("a", ["b", *sorted(left)], writer="w2"))
     assert there.state("a") is not PeerState.EJECTED  # a sibling, and whoever was not drawn
-    there.knows(verdict("a", ["b", drawn[2]], writer="u"))
+    there.knows(verdict("a", ["b", drawn[2]], writer="w3"))
     assert there.told == [("a", "audit: gradient (2 of 3 jurors)", NOW + HOUR)]
 
 
 def test_reserves_come_from_both_neighbouring_stages_and_from_nowhere_else() -> None:
     there = watch("uv", "ab", "xyz")
-    drawn = {peer for number in range(64) for peer in there.guard.jury(bytes([number]) * 64, "a", 1)}
+    drawn = {peer for number in range(64) for peer in there.guard.jury(bytes([number]) * 64, "a", 1, asker="w")}
     assert drawn == {*"buvxyz", "me"}
     ends = watch("ab", "cd", "xyz", me="c", my_stage=1)
-    assert {peer for number in range(64) for peer in ends.guard.jury(bytes([number]) * 64, "a", 0)} == {*"bcd"}
+    assert {peer for number in range(64) for peer in ends.guard.jury(bytes([number]) * 64, "a", 0, asker="w")} == {*"bcd"}
 
 
 def test_without_any_sibling_two_of_three_reserves_convict() -> None:
     there = watch("uv", "a", "xyz")
-    drawn = there.guard.jury(DRAW, "a", 1)
+    drawn = there.guard.jury(DRAW, "a", 1, asker="w")
     assert len(drawn) == 3 and set(drawn) < {*"uvxyz", "me"}
     there.knows(verdict("a", list(drawn[:1])))
     assert there.state("a") is not PeerState.EJECTED
-    there.knows(verdict("a", list(drawn[:2]), writer="v"))
+    there.knows(verdict("a", list(drawn[:2]), writer="w2"))
     assert there.state("a") is PeerState.EJECTED
 
 
 def test_nobody_is_ejected_on_one_word_where_there_is_only_one_juror() -> None:
     there = watch("", "ab", "", my_stage=1, me="b").knows(verdict("a", "b"))
-    assert there.guard.jury(DRAW, "a", 1) == ("b",)
+    assert there.guard.jury(DRAW, "a", 1, asker="w") == ("b",)
     assert there.state("a") is not PeerState.EJECTED
 
 
 def test_of_a_large_stage_the_drawn_ones_decide() -> None:
     crowd = names(24)
     there = watch("uv", ["a", *crowd], "xyz")
-    drawn = there.guard.jury(DRAW, "a", 1)
+    drawn = there.guard.jury(DRAW, "a", 1, asker="w")
     assert len(drawn) == JURY_SIZE and set(drawn) < set(crowd)
     left = sorted(set(crowd) - set(drawn))
     there.knows(verdict("a", [*left, *drawn[:7]]))
     assert there.state("a") is not PeerState.EJECTED
-    there.knows(verdict("a", list(drawn[:8]), writer="v"))
+    there.knows(verdict("a", list(drawn[:8]), writer="w2"))
     assert there.told == [("a", "audit: gradient (8 of 15 jurors)", NOW + HOUR)]
 
 
 def test_every_node_draws_the_same_jury_and_another_draw_another_one() -> None:
     crowd = names(24)
     there, elsewhere = watch("uv", ["a", *crowd], "xyz"), watch("uv", ["a", *crowd[::-1]], "xyz", me="v")
-    assert there.guard.jury(DRAW, "a", 1) == elsewhere.guard.jury(DRAW, "a", 1)
-    assert there.guard.jury(DRAW, "a", 1) != there.guard.jury(DRAW[::-1], "a", 1)
-    assert "a" not in there.guard.jury(DRAW, "a", 1)
+    assert there.guard.jury(DRAW, "a", 1, asker="w") == elsewhere.guard.jury(DRAW, "a", 1, asker="w")
+    assert there.guard.jury(DRAW, "a", 1, asker="w") != there.guard.jury(DRAW[::-1], "a", 1, asker="w")
+    assert "a" not in there.guard.jury(DRAW, "a", 1, asker="w")
 
 
-def test_two_of_the_neighbouring_stages_settle_what_two_siblings_cannot() -> None:
+def test_the_peer_that_asks_never_sits_on_the_jury() -> None:
+    there = watch("uv", "abcd", "xyz")
+    assert set(there.guard.jury(DRAW, "a", 1, asker="b")) == {"c", "d"}
+    alone = watch("uv", "a", "xyz")
+    drawn = {peer for number in range(64) for peer in alone.guard.jury(bytes([number]) * 64, "a", 1, asker="u")}
+    assert drawn == {*"vxyz", "me"}
+    there.knows(verdict("a", "bc", writer="b"))
+    assert there.state("a") is not PeerState.EJECTED  # its own vote is none
+
+
+def test_two_of_the_neighbouring_stages_find_out_who_of_two_siblings_lies_but_eject_nobody() -> None:
     there = watch("uv", "abc", "xyz")
-    assert set(there.guard.jury(DRAW, "a", 1)) == {"b", "c"}
-    enlarged = there.guard.jury(DRAW, "a", 1, enlarged=True)
+    assert set(there.guard.jury(DRAW, "a", 1, asker="w")) == {"b", "c"}
+    enlarged = there.guard.jury(DRAW, "a", 1, asker="w", enlarged=True)
     assert set(enlarged[:2]) == {"b", "c"} and len(enlarged) == 4
     assert set(enlarged[2:]) < {*"uvxyz", "me"}
-    there.knows(verdict("a", ["b", enlarged[2]]))
-    assert there.state("a") is not PeerState.EJECTED  # half of them
-    there.knows(verdict("a", ["b", *enlarged[2:]], writer="v"))
-    assert there.told == [("a", "audit: gradient (3 of 4 jurors)", NOW + HOUR)]
+    there.knows(verdict("a", ["b", *enlarged[2:]]))
+    assert there.state("a") is not PeerState.EJECTED
+    there.knows(verdict("a", "bc", writer="w2"))
+    assert there.state("a") is PeerState.EJECTED
+
+
+def test_three_siblings_need_no_help() -> None:
+    there = watch("uv", "abcd", "xyz")
+    assert set(there.guard.jury(DRAW, "a", 1, asker="w", enlarged=True)) == {*"bcd"}
 
 
 # one's own ejection, modes and ends ---------------------------------------------------------------------
@@ -292,7 +307,7 @@ def test_an_observing_swarm_ejects_nobody_but_says_once_whom_it_would() -> None:
     there = watch("uv", "abcd", "xyz", mode="observe").knows(verdict("a", "bc"))
     for step in range(3):
         there.guard.end_step(step)
-    there.knows(verdict("a", "bcd", writer="v"))
+    there.knows(verdict("a", "bcd", writer="w2"))
     assert there.told == [] and there.state("a") is not PeerState.EJECTED and there.guard.allows("a")
     assert there.events("would_eject") == ["a"]
     text = next(event.text for event in there.telemetry.events if event.kind == "would_eject")

@@ -69,15 +69,12 @@ class Bench:
         runner = runner or self.runner
         received, got = self.around()
         if self.stage == FIRST:
-            output, _ = runner.replay(self.tokens[:, :-1])
-            sent, returned = self.encode(output), None
+            sent, returned = self.encode(runner.replay_forward(self.tokens[:, :-1])), None
         elif self.stage == LAST:
             _, gradient = runner.replay(received, None, self.tokens[:, 1:])
-            assert gradient is not None
             sent, returned = None, self.encode(gradient)
         else:
             output, gradient = runner.replay(received, got)
-            assert gradient is not None
             sent, returned = self.encode(output), self.encode(gradient)
         return Replay(
             stage=self.stage,
@@ -95,10 +92,9 @@ class Bench:
         """The activation that comes down to the stage, and the gradient that comes back up to it."""
         stages = [build(self.manifest, stage) for stage in range(3)]
         inputs, labels = self.tokens[:, :-1], self.tokens[:, 1:]
-        first = over_the_wire(self.manifest, stages[FIRST].replay(inputs)[0])
-        second = over_the_wire(self.manifest, stages[MIDDLE].forward(0, first))
+        first = over_the_wire(self.manifest, stages[FIRST].replay_forward(inputs))
+        second = over_the_wire(self.manifest, stages[MIDDLE].replay_forward(first))
         _, gradient = stages[LAST].replay(second, None, labels)
-        assert gradient is not None
         return (second if self.stage == LAST else first), over_the_wire(self.manifest, gradient)
 
     def encode(self, tensor: Tensor) -> bytes:
@@ -200,7 +196,6 @@ def test_the_rounding_of_float32_stays_far_below_the_tolerance(dtype: str, data:
     leaf = received.double().requires_grad_()
     exact = doubled._module(leaf)
     (exact_gradient,) = torch.autograd.grad(exact, leaf, got.double())
-    assert gradient is not None
     for mine, other in ((output, exact), (gradient, exact_gradient)):
         sent = over_the_wire(bench.manifest, other.detach().float())
         assert difference(over_the_wire(bench.manifest, mine), sent) < TOLERANCE[dtype] / 5
@@ -273,6 +268,25 @@ def test_of_two_falsified_tensors_the_activation_is_named(data: TokenStream) -> 
     bench = bench_of(MIDDLE, data)
     zeros = bench.encode(torch.zeros(bench.manifest.activation_shape))
     assert bench.replayer.compare(replace(bench.honest(), sent=zeros, returned=zeros)) == "activation"
+
+
+def forward_only(honest: Replay) -> Replay:
+    """As it is audited by what its sender signed for the activation alone."""
+    return replace(honest, parameters=None, got=None, returned=None)
+
+
+def test_the_forward_of_a_stage_in_the_middle_can_be_judged_alone(data: TokenStream) -> None:
+    bench = bench_of(MIDDLE, data)
+    honest = forward_only(bench.honest())
+    assert bench.replayer.compare(honest) == ""
+    received, sent = (decode(bench.manifest, bytes(body)) for body in (honest.received, honest.sent) if body)
+    for name in ATTACKS:
+        falsified = attacked(bench.manifest, name, sent, received, Direction.ACTIVATION)
+        assert bench.replayer.compare(replace(honest, sent=bench.encode(falsified))) == "activation"
+    train_a_step(bench, 1)
+    assert bench.replayer.compare(honest) == ""
+    train_a_step(bench, 2)
+    assert refused(lambda: bench.replayer.compare(honest)) == "expired"
 
 
 # what cannot be told ------------------------------------------------------------------------------

@@ -323,16 +323,13 @@ class TestReplay:
         taken = [runner.take_gradient() for runner in (first, middle, last)]
         assert [count for _, count in taken] == [0, 1, 1]
 
-        replayed, none = first.replay(tokens[:, :-1])
-        assert torch.equal(replayed, embedded)
-        assert none is None
+        assert torch.equal(first.replay_forward(tokens[:, :-1]), embedded)
+        assert torch.equal(middle.replay_forward(embedded), output)
         replayed, returned = middle.replay(embedded, gradient)
         assert torch.equal(replayed, output)
-        assert returned is not None
         assert torch.equal(returned, upstream)
         replayed, returned = last.replay(output, targets=tokens[:, 1:])
         assert replayed.item() == loss
-        assert returned is not None
         assert torch.equal(returned, gradient)
         for runner in (first, middle, last):
             assert runner.pending == 0
@@ -348,19 +345,18 @@ class TestReplay:
         holder.load_flat(others)
         tokens = microbatch(data, 0, 0)
         received = tokens[:, :-1] if stage == 0 else activation()
-        gradient = activation(1) if stage == 1 else None
-        targets = tokens[:, 1:] if stage == 2 else None
-        output, returned = runner.replay(received, gradient, targets, parameters=others)
-        expected, expected_returned = holder.replay(received, gradient, targets)
-        assert torch.equal(output, expected)
-        own, own_returned = runner.replay(received, gradient, targets)
-        assert not torch.equal(output, own)
-        if stage == 0:
-            assert returned is None and expected_returned is None and own_returned is None
-            return
-        assert returned is not None and expected_returned is not None and own_returned is not None
-        assert torch.equal(returned, expected_returned)
-        assert not torch.equal(returned, own_returned)
+        if stage < 2:
+            output = runner.replay_forward(received, parameters=others)
+            assert torch.equal(output, holder.replay_forward(received))
+            assert not torch.equal(output, runner.replay_forward(received))
+        if stage > 0:
+            gradient = activation(1) if stage == 1 else None
+            targets = tokens[:, 1:] if stage == 2 else None
+            replayed = runner.replay(received, gradient, targets, parameters=others)
+            expected, own = holder.replay(received, gradient, targets), runner.replay(received, gradient, targets)
+            for mine, held, other in zip(replayed, expected, own, strict=True):
+                assert torch.equal(mine, held)
+                assert not torch.equal(mine, other)
 
     def test_with_other_parameters_it_leaves_all_as_it_was(self, middle: StageRunner) -> None:
         undisturbed = StageRunner(StageModule(small_manifest().model, (1, 2, 1), 1), CPU)
@@ -372,9 +368,10 @@ class TestReplay:
             runner.backward(0, activation(1))
             runner.forward(1, activation(2))
         for parameters in (others, None, others):
+            forward = middle.replay_forward(activation(3), parameters=parameters)
             output, returned = middle.replay(activation(3), activation(1), parameters=parameters)
-            assert returned is not None
-            for tensor in (output, returned):
+            assert torch.equal(forward, output)
+            for tensor in (forward, output, returned):
                 assert not tensor.requires_grad and tensor.dtype == torch.float32 and tensor.is_contiguous()
         assert middle.pending == 1
         assert torch.equal(middle.flat_parameters(), before) and middle.flat_parameters()._version == version
@@ -402,8 +399,12 @@ class TestReplay:
         first, _, last = build(small_manifest())
         with pytest.raises(StageError, match="last stage"):
             last.replay(activation())
+        with pytest.raises(StageError, match="last stage"):
+            last.replay_forward(activation())
         with pytest.raises(StageError, match="vocabulary"):
-            first.replay(torch.full((2, 16), 260))
+            first.replay_forward(torch.full((2, 16), 260))
+        with pytest.raises(StageError, match="no gradient to return"):
+            first.replay(torch.zeros(2, 16, dtype=torch.int64))
 
 
 def test_autocast_computes_in_bfloat16_and_hands_out_float32(middle: StageRunner) -> None:
