@@ -21,7 +21,7 @@ from protocol.manifest import Manifest
 from protocol.messages import Hop
 from protocol.tensors import WireDtype, decode_tensor, encode_tensor, encoded_bytes
 from verifier.guards import check_tensor
-from verifier.sketch import sketch
+from verifier.sketch import Scratch, sketch
 from verifier.verdicts import Direction
 
 SKETCH_TOLERANCE = 1e-3
@@ -76,6 +76,7 @@ class Boundary:
         self._shape = manifest.activation_shape
         self._norm_bound = manifest.verifier.norm_bound
         self._sketch_size = manifest.verifier.sketch_size
+        self._scratch = Scratch()
         self._dtypes = {
             Direction.ACTIVATION: WireDtype(manifest.wire.activation_dtype),
             Direction.GRADIENT: WireDtype(manifest.wire.gradient_dtype),
@@ -222,7 +223,7 @@ class Boundary:
         )
 
     def _sketch(self, tensor: torch.Tensor, step: int) -> torch.Tensor:
-        return sketch(tensor, key=sketch_key(self._swarm, step), size=self._sketch_size)
+        return sketch(tensor, key=sketch_key(self._swarm, step), size=self._sketch_size, scratch=self._scratch)
 
 
 def _pack(values: torch.Tensor) -> bytes:

@@ -135,7 +135,7 @@ class StateFolder:
         Raises:
             OSError: the disk is full, or the folder is gone.
         """
-        write_atomically(self.path / name, json.dumps(value, indent=1, default=str).encode())
+        write_atomically(self.path / name, json.dumps(value, default=str).encode())
 
     def read(self, name: str, *, at_most: int) -> bytes:
         """The content of a file of the folder.

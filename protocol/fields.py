@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, field, fields
+from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from protocol.errors import MessageError
@@ -130,6 +131,12 @@ def optional(inner: Any) -> Any:
     return _checked(lambda value: None if value is None else check_inner(value), None)
 
 
+@cache
+def _entries(kind: type[DataclassInstance]) -> tuple[tuple[str, Check, object], ...]:
+    """Name, check and default of each field, looked up once: every message passes here."""
+    return tuple((entry.name, entry.metadata["check"], entry.default) for entry in fields(kind))
+
+
 def decode(kind: type[Message], head: Mapping[str, Any]) -> Message:
     """Build a message from a received map.
 
@@ -137,18 +144,18 @@ def decode(kind: type[Message], head: Mapping[str, Any]) -> Message:
         MessageError: names the message and the field that is missing or wrong.
     """
     values: dict[str, object] = {}
-    for entry in fields(kind):
-        if entry.name not in head:
-            if entry.default is MISSING:
-                raise MessageError(f"{kind.__name__} lacks the field {entry.name}")
+    for name, check, default in _entries(kind):
+        if name not in head:
+            if default is MISSING:
+                raise MessageError(f"{kind.__name__} lacks the field {name}")
             continue
         try:
-            values[entry.name] = entry.metadata["check"](head[entry.name])
+            values[name] = check(head[name])
         except ValueError as error:
-            raise MessageError(f"{kind.__name__}.{entry.name} {error}") from None
+            raise MessageError(f"{kind.__name__}.{name} {error}") from None
     return kind(**values)
 
 
 def encode(message: DataclassInstance) -> dict[str, Any]:
     """The map that ``decode`` reads back."""
-    return {entry.name: getattr(message, entry.name) for entry in fields(message)}
+    return {name: getattr(message, name) for name, _, _ in _entries(type(message))}

@@ -212,7 +212,7 @@ class VerifierSection(Section):
         " only. off: no statistics at all; malformed messages are refused still.",
     )
     warmup_steps: int = Field(
-        default=16,
+        default=20,
         ge=0,
         le=100_000,
         description="Steps during which the fence only learns. Peers are trusted meanwhile, so start"

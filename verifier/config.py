@@ -29,7 +29,7 @@ class CheckerConfig:
     mode: Mode = "enforce"
     """What verdicts lead to, see ``Mode``."""
 
-    warmup_steps: int = 16
+    warmup_steps: int = 20
     """Optimizer steps during which the baselines are built and only the guards refuse. The learning-rate
     warm-up (10 steps unless told) moves activations by factors per step, so checking starts after it; the
     paper spends a fifth of its run on this."""

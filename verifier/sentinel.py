@@ -55,10 +55,10 @@ FENCING: Mapping[Direction, Mapping[Reason, Fencing]] = {
     Direction.ACTIVATION: {
         Reason.L1: Fencing(domain=Domain.LOG, spread_floor=0.3),
         Reason.L2: Fencing(domain=Domain.LOG, spread_floor=0.3),
-        Reason.SIGN_FLIP: Fencing(domain=Domain.LINEAR, spread_floor=0.08),
+        Reason.SIGN_FLIP: Fencing(domain=Domain.LINEAR, spread_floor=0.14),
         Reason.WASSERSTEIN: Fencing(domain=Domain.LOG, spread_floor=0.3),
-        Reason.CONTINUITY: Fencing(domain=Domain.LINEAR, spread_floor=0.05),
-        Reason.GAIN: Fencing(domain=Domain.LINEAR, spread_floor=0.12, two_sided=True),
+        Reason.CONTINUITY: Fencing(domain=Domain.LINEAR, spread_floor=0.08),
+        Reason.GAIN: Fencing(domain=Domain.LINEAR, spread_floor=0.18, two_sided=True),
     },
     Direction.GRADIENT: {
         Reason.L1: Fencing(domain=Domain.LOG, spread_floor=0.8),
@@ -66,13 +66,14 @@ FENCING: Mapping[Direction, Mapping[Reason, Fencing]] = {
         Reason.SIGN_FLIP: Fencing(domain=Domain.LINEAR, spread_floor=0.15),
         Reason.WASSERSTEIN: Fencing(domain=Domain.LOG, spread_floor=0.6),
         Reason.CONTINUITY: Fencing(domain=Domain.LINEAR, spread_floor=0.1),
-        Reason.GAIN: Fencing(domain=Domain.LINEAR, spread_floor=0.2, two_sided=True),
+        Reason.GAIN: Fencing(domain=Domain.LINEAR, spread_floor=0.26, two_sided=True),
     },
 }
 """Floors measured on honest training of small Llama-like stacks: widths 64 and 128, learning rates 1e-3 to
-1e-2, 2 to 8 microbatches a step, the first hundreds of steps. With these, fewer than 0.1 % of honest messages
-were flagged after the warm-up. A floor of 0.3 in the log domain lets a distance grow 2.5 times beyond its
-third quartile before it is flagged. Gradients have wider ones: the mean of a gradient over tokens is a small
+1e-2, 2 to 8 microbatches a step, the first hundreds of steps; and in whole swarms by ``benchmarks.honest``. They
+keep refusals of honest tensors below 0.1 %. Narrower ones would catch a few attacks more (a bias), which audits
+find anyway, at ten times the false alarms. A floor of 0.3 in the log domain lets a distance grow 2.5 times beyond
+its third quartile before it is flagged. Gradients have wider ones: the mean of a gradient over tokens is a small
 difference of large numbers, and now and then a few rare tokens decide it."""
 
 RAMP_STEPS = 10

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from collections import OrderedDict
 from functools import lru_cache
 
@@ -35,20 +34,40 @@ boundary shapes. Each is as large as a float32 boundary tensor, hence few."""
 
 
 KEPT_SHAPES = 2
-"""Shapes for which a thread keeps its scratch memory."""
-
-_kept = threading.local()
+"""Shapes for which scratch memory is kept."""
 
 
-def sketch(tensor: Tensor, *, key: bytes, size: int) -> Tensor:
+class Scratch:
+    """Memory to compute sketches in. For one thread at a time: to allocate it anew costs more than the computing."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[int, int, int], tuple[Tensor, Tensor]] = OrderedDict()
+
+    def room(self, tokens: int, width: int, size: int) -> tuple[Tensor, Tensor]:
+        """Zeros, [n] with n a multiple of ``size``, and within them a view [tokens, width] to write into.
+
+        Between the rows of the view, and behind it, the zeros stay.
+        """
+        found = self._kept.get((tokens, width, size))
+        if found is None:
+            row = _row_length(width, size)
+            padded = torch.zeros(-(-tokens * row // size) * size)
+            found = self._kept[tokens, width, size] = padded, padded[: tokens * row].view(tokens, row)[:, :width]
+            while len(self._kept) > KEPT_SHAPES:
+                self._kept.popitem(last=False)
+        return found
+
+
+def sketch(tensor: Tensor, *, key: bytes, size: int, scratch: Scratch | None = None) -> Tensor:
     """A float32 vector [size] that depends only on ``tensor`` [..., d] and ``key`` (32 bytes).
 
+    ``scratch``: memory to use again, of the calling thread.
     Scaling the tensor scales the sketch. Raises ValueError for a key of another length or a size below 1.
     """
     _check(key, size)
     source = tensor.detach().reshape(-1, tensor.shape[-1])
     tokens, width = source.shape
-    padded, cloud = _scratch(tokens, width, size)
+    padded, cloud = (scratch or Scratch()).room(tokens, width, size)
     _temper_(torch.sub(source, source.mean(dim=0, keepdim=True), out=cloud))
     cloud.mul_(_signs(key, tokens, width))
     return padded.view(-1, size).sum(dim=0)
@@ -70,7 +89,7 @@ def project(cloud: Tensor, *, key: bytes, size: int) -> Tensor:
     """Fold [N, d] float32 into [size]: linear, and on average true to inner products."""
     _check(key, size)
     tokens, width = cloud.shape
-    padded, room = _scratch(tokens, width, size)
+    padded, room = Scratch().room(tokens, width, size)
     torch.mul(cloud, _signs(key, tokens, width), out=room)
     return padded.view(-1, size).sum(dim=0)
 
@@ -101,22 +120,6 @@ def _check(key: bytes, size: int) -> None:
         raise ValueError(f"a sketch key has {KEY_BYTES} bytes, got {len(key)}")
     if size < 1:
         raise ValueError(f"a sketch has at least one entry, got size {size}")
-
-
-def _scratch(tokens: int, width: int, size: int) -> tuple[Tensor, Tensor]:
-    """Memory for [tokens, width] with a gap of zeros at the end of each row and at the end, whole and without gaps.
-
-    Kept for each thread: to allocate it anew costs more than all that is computed in it.
-    """
-    kept: OrderedDict[tuple[int, int, int], tuple[Tensor, Tensor]] = _kept.__dict__.setdefault("kept", OrderedDict())
-    found = kept.get((tokens, width, size))
-    if found is None:
-        row = _row_length(width, size)
-        padded = torch.zeros(-(-tokens * row // size) * size)
-        found = kept[tokens, width, size] = padded, padded[: tokens * row].view(tokens, row)[:, :width]
-        while len(kept) > KEPT_SHAPES:
-            kept.popitem(last=False)
-    return found
 
 
 def _temper_(cloud: Tensor) -> Tensor:

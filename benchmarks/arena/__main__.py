@@ -64,6 +64,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"arena: interrupted; go on with --resume --json {options.json}", file=sys.stderr)
         return 130
     rows = joined(book.rows, {cell.name: cell.undefended for suite in SUITES for cell in suite_cells(suite)})
+    # In the order of the suite, not in that in which they happened to end.
+    places = {(run.cell.name, run.defence, run.seed): place for place, run in enumerate(wanted)}
+    rows.sort(key=lambda row: places.get((row["cell"], row["defence"], row["seed"]), len(places)))
     book.save(rows)
     print(report.table(rows))
     if options.docs is not None:

@@ -229,7 +229,9 @@ def test_reserves_come_from_both_neighbouring_stages_and_from_nowhere_else() -> 
     drawn = {peer for number in range(64) for peer in there.guard.jury(bytes([number]) * 64, "a", 1, asker="w")}
     assert drawn == {*"buvxyz", "me"}
     ends = watch("ab", "cd", "xyz", me="c", my_stage=1)
-    assert {peer for number in range(64) for peer in ends.guard.jury(bytes([number]) * 64, "a", 0, asker="w")} == {*"bcd"}
+    assert {peer for number in range(64) for peer in ends.guard.jury(bytes([number]) * 64, "a", 0, asker="w")} == {
+        *"bcd"
+    }
 
 
 def test_without_any_sibling_two_of_three_reserves_convict() -> None:

@@ -25,7 +25,7 @@ from protocol.packing import pack
 
 PEER = Identity(bytes(range(32))).peer_id
 DEFAULT = Manifest(name="attic")
-GOLDEN_SWARM_ID = "a05d378f4e14f806d4cc1097f810ad83f46271ce65a0824976c94d3489fa5587"
+GOLDEN_SWARM_ID = "8e638328d6654379971ec111f89f2afd237b11ba75090713312b742f06c427e1"
 
 names = st.text(min_size=1, max_size=64).filter(lambda name: name.isprintable() and name == name.strip())
 

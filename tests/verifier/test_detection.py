@@ -27,7 +27,7 @@ from verifier.sketch import sketch
 from verifier.verdicts import Direction, Reason
 
 BATCH, TOKENS, WIDTH, HEADS, BLOCKS, STAGES = 4, 64, 64, 4, 2, 3
-STEPS, MICROBATCHES, LR_WARMUP = 60, 6, 10
+STEPS, MICROBATCHES, LR_WARMUP = 64, 6, 10
 PROBED_STEPS = (32, 38, 44, 50, 56)
 SKETCH_SIZE = CheckerConfig().sketch_size
 
