@@ -38,6 +38,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import uvloop
 
 from node import daemon
 from node.boundary import Incoming
@@ -229,7 +230,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     """Train one swarm in an empty folder; returns its row."""
     started = time.monotonic()
     with watching() as watched:
-        members, finished = asyncio.run(_train(case, folder))
+        members, finished = uvloop.run(_train(case, folder))
     row = {**asdict(case), **_row(members, watched), "finished": finished}
     return {**row, "seconds": round(time.monotonic() - started, 1)}
 

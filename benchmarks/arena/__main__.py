@@ -1,7 +1,7 @@
 """The arena: whole swarms under attack, with and without the checker.
 
 ``python -m benchmarks.arena --suite quick|paper|beyond [--seeds N] [--jobs N] [--cells PATTERN] --json FILE
-[--docs FILE] [--resume]``. Each swarm runs in a child process of its own, and the JSON is written after each, so that
+[--docs FILE [--also FILE ...]] [--resume]``. Each swarm runs in a child process of its own, and the JSON is written after each, so that
 ``--resume`` goes on where an interrupted run was left.
 """
 
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cells", default="*", metavar="PATTERN", help="only cells whose name meets it, as paper/b*")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the results go")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the tables there too, as Markdown")
+    parser.add_argument("--also", type=Path, nargs="*", default=[], metavar="FILE", help="results of other suites for it")
     parser.add_argument("--resume", action="store_true", help="keep what the JSON file holds, and run the rest")
     parser.add_argument("--run-seconds", type=float, default=RUN_SECONDS, metavar="S", help="limit of one swarm")
     parser.add_argument("--one", metavar="KEY", help=argparse.SUPPRESS)
@@ -70,7 +71,8 @@ def main(arguments: Sequence[str]) -> int:
     book.save(rows)
     print(report.table(rows))
     if options.docs is not None:
-        options.docs.write_text(report.markdown(rows, book.failures, book.about), encoding="utf-8")
+        others = [row for path in options.also for row in json.loads(path.read_text())]
+        options.docs.write_text(report.markdown([*rows, *others], book.failures, book.about), encoding="utf-8")
     for failure in book.failures:
         print(f"arena: {failure['key']} failed: {failure['error'][-300:]}", file=sys.stderr)
     return 1 if book.failures else 0
@@ -90,7 +92,7 @@ class Book:
         """``keep``: begin with what the file holds, less the failures, which are run again."""
         self._path = path
         self._lock = threading.Lock()
-        self.rows: list[Row] = json.loads(path.read_text())["rows"] if keep and path.exists() else []
+        self.rows: list[Row] = json.loads(path.read_text()) if keep and path.exists() else []
         self.failures: list[dict[str, str]] = []
         self.about = {
             "machine": platform.machine(),
@@ -113,7 +115,6 @@ class Book:
         """Note that a swarm was not run to its end, and why."""
         with self._lock:
             self.failures.append({"key": run.key, "error": error[-ERROR_CHARS:]})
-            self._write(self.rows)
 
     def save(self, rows: list[Row]) -> None:
         """Write the final rows."""
@@ -121,9 +122,8 @@ class Book:
             self._write(rows)
 
     def _write(self, rows: list[Row]) -> None:
-        content = {"about": self.about, "rows": rows, "failures": self.failures}
         part = self._path.with_name(self._path.name + ".part")
-        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.write_text(json.dumps(rows, indent=1) + "\n")
         part.replace(self._path)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import uvloop
 
 from benchmarks.arena.cells import Attacker, Run, attackers
 from benchmarks.arena.score import NodeFact, Row, agreed_losses, detection, final_loss, mean_delay, mean_of
@@ -81,7 +82,7 @@ def run_swarm(run: Run) -> Row:
     """Train one swarm to its end. Takes seconds to minutes, and all of one core."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="sentinel-arena-") as folder:
-        return asyncio.run(_run(run, Path(folder)))
+        return uvloop.run(_run(run, Path(folder)))
 
 
 class _Noticed(deque[Event]):

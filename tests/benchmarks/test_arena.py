@@ -210,7 +210,8 @@ class TestBook:
         assert not book.has(run)
         book.add(row(cell=run.cell.name, defence=run.defence, seed=run.seed))
         book.fail(other, "it hung")
-        assert json.loads(path.read_text())["failures"] == [{"key": other.key, "error": "it hung"}]
+        assert book.failures == [{"key": other.key, "error": "it hung"}]
+        assert len(json.loads(path.read_text())) == 1
         again = Book(path, keep=True)
         assert again.has(run)
         assert not again.has(other)
