@@ -7,7 +7,7 @@ node leaves politely and comes back, one is cut off in the middle of its work an
 late.
 
 The *refused share* is that of refused tensors among those that could have been: tensors judged after the warm-up of the
-checker that judges them. A tensor that is flagged and used all the same, since replicas sent the same, counts as
+checker that judges them. A tensor that is flagged and used all the same, since others computed the same, counts as
 confirmed, not as refused. A guard's refusal counts as refused too.
 
 The JSON is a list of rows, one for each swarm, and last the total (``"swarm": "total"``). Each row keeps the alarms
@@ -115,6 +115,8 @@ class Watched:
     """Of those, the ones that nothing could have refused."""
     confirmed: int = 0
     flagged: int = 0
+    refused: int = 0
+    """Of the flagged, those that were not found right by others, and so not used."""
     near_fence: Counter[str] = field(default_factory=Counter)
     """Tensors that passed but lie so near to a fence that they are audited more often, by the nearest statistic."""
     flags: Counter[str] = field(default_factory=Counter)
@@ -169,17 +171,23 @@ def watching() -> Iterator[Watched]:
             microbatch: int,
             direction: Direction,
             replicas: int,
+            excused: bool = False,
         ) -> Judged:
-            watched.judged += 1
+            watched.judged += not excused
             try:
                 judged = super().judge(
-                    incoming, sender=sender, step=step, microbatch=microbatch, direction=direction, replicas=replicas
+                    incoming,
+                    sender=sender,
+                    step=step,
+                    microbatch=microbatch,
+                    direction=direction,
+                    replicas=replicas,
+                    excused=excused,
                 )
             except FlaggedError as flag:
                 watched.flagged += 1
                 watched.flags.update(f"{direction} {reason}" for reason in flag.reasons)
                 watched.in_earnest(step, microbatch)
-                watched.refuse(step, microbatch)
                 watched.alarm(
                     **{"kind": "flag", "step": step, "microbatch": microbatch, "direction": str(direction)},
                     **{"by_stage": self._stage_of(self._me), "stage": self._stage_of(sender), "by": self._me[-8:]},
@@ -188,6 +196,8 @@ def watching() -> Iterator[Watched]:
                 )
                 raise
             watched.confirmed += bool(judged.cleared)
+            if excused:
+                return judged  # counted when it was flagged
             if judged.judgement is not None and judged.judgement.verdict.warming_up:
                 watched.warming_up += 1
             else:
@@ -196,7 +206,10 @@ def watching() -> Iterator[Watched]:
             return judged
 
         def breach(self, peer: str, error: RemoteError, step: int, microbatch: int) -> None:
-            if not isinstance(error, FlaggedError) and error.kind not in NOT_THEIR_FAULT:
+            if isinstance(error, FlaggedError):
+                watched.refused += 1
+                watched.refuse(step, microbatch)
+            elif error.kind not in NOT_THEIR_FAULT:
                 watched.broken[error.kind] += 1
                 watched.refuse(step, microbatch)
             super().breach(peer, error, step, microbatch)
@@ -323,7 +336,7 @@ def _row(members: Iterable[Member], watched: Watched) -> dict[str, Any]:
         "flags": dict(watched.flags),
         "guards": dict(watched.broken),
         "near_fence": dict(watched.near_fence),
-        "refused": watched.flagged + sum(watched.broken.values()),
+        "refused": watched.refused + sum(watched.broken.values()),
         "judged_microbatches": len(watched.judged_microbatches),
         "refused_microbatches": len(watched.refused_microbatches),
         "judged_by_age": dict(watched.judged_by_age),

@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 from node.drill import Drill
 from node.guard import Guard
@@ -64,8 +65,6 @@ class Case:
     origin_signature: bytes
     forward: bool = False
     """Whether the statement is a hop."""
-    flagged: bool = False
-    """Whether the statistics refused the tensor: the strike for it is withdrawn if the work was honest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +103,7 @@ class Auditor:
         self._publish = publish
         self._chance = chance
         self._open: dict[str, asyncio.Task[None]] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         settings = manifest.verifier
         self._rate = settings.audit_rate if settings.audits else 0.0
         self._suspicion = settings.audit_suspicion
@@ -118,13 +118,38 @@ class Auditor:
         if self._drill is not None and self._drill.spares(case.accused, case.step):
             return
         chance = audit_chance(
-            rate=self._rate,
-            suspicion=self._suspicion,
-            suspect=self._guard.unproven(case.accused),
-            score=2.0 if case.flagged else score,
+            rate=self._rate, suspicion=self._suspicion, suspect=self._guard.unproven(case.accused), score=score
         )
         if self._chance() < chance:
             self._begin(case)
+
+    async def vindicated(self, case: Case) -> bool:
+        """Whether a tensor that the statistics would refuse is right after all.
+
+        It is computed again, and so is what it was made from, up to where the microbatch began: an honest replica
+        makes something strange of something false. False as well if that cannot be settled in time.
+        """
+        if self._rate <= 0.0:
+            return False
+        lock = self._locks.setdefault(case.accused, asyncio.Lock())
+        try:
+            async with asyncio.timeout(self._manifest.network.hop_timeout_seconds), lock:
+                following: Case | None = case
+                while following is not None:
+                    if self._guard.judged_finally(following.accused):
+                        return False
+                    outcome = await self._settle(following)
+                    self._telemetry.audited(outcome)
+                    if outcome != "honest":
+                        return False
+                    following = await (self._before if case.forward else self._below)(following)
+        except TimeoutError:
+            self._telemetry.audited("expired")
+            return False
+        except SentinelError as error:
+            log.debug("a flag on %s could not be settled: %s", case.accused[-8:], error)
+            return False
+        return True
 
     async def close(self) -> None:
         """Drop what is open."""
@@ -149,6 +174,8 @@ class Auditor:
         started = time.monotonic()
         try:
             outcome = await self._settle(case)
+            if outcome == "honest":
+                await self._follow(case)
         except SentinelError as error:
             log.debug("the audit of %s failed: %s", case.accused[-8:], error)
             outcome = "inconclusive"
@@ -170,8 +197,6 @@ class Auditor:
         if not votes:
             return self._unsettled(case, refusals)
         if not any(vote.guilty for vote in votes.values()):
-            self._cleared(case)
-            await self._follow(case)
             return "honest"
         settled: list[str] = []
         for enlarged in (False, True):
@@ -211,7 +236,6 @@ class Auditor:
         if 2 * len(honest) > len(votes):
             for juror in guilty:
                 self._guard.condemn(juror, Reason.FALSE_VOTE, case.step, detail="it convicted whom its jury acquitted")
-            self._cleared(case)
             return "honest"
         return ""
 
@@ -239,10 +263,6 @@ class Auditor:
         if "expired" in refusals:
             return "expired"
         return "inconclusive"
-
-    def _cleared(self, case: Case) -> None:
-        if case.flagged:
-            self._guard.clear((case.accused,), step=case.step, microbatch=case.microbatch)
 
     async def _ask(self, juror: str, case: Case, draw: bytes, subject: bytes, refusals: list[str]) -> _Vote | None:
         wants_tokens = case.stage in (0, self._last)
@@ -276,15 +296,11 @@ class Auditor:
     # further down --------------------------------------------------------------------
 
     async def _follow(self, case: Case) -> None:
-        """Go on with the next stage if what came out of the accused is odd, or now and then by chance.
-
-        An honest replica passes on what a false gradient, or activation, made of its own; its evidence leads to
-        who sent that.
-        """
-        if not (case.flagged or (not case.forward and self._chance() < FOLLOW_CHANCE)):
+        """Go on with the stage below now and then: two neighbours in league would never audit each other."""
+        if case.forward or self._chance() >= FOLLOW_CHANCE:
             return
-        further = await (self._before(case) if case.forward else self._below(case))
-        if further is None or further.accused == self._membership.me or further.accused in self._open:
+        further = await self._below(case)
+        if further is None or further.accused == self._identity.peer_id or further.accused in self._open:
             return
         if not self._guard.judged_finally(further.accused):
             self._begin(further)

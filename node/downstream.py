@@ -8,7 +8,7 @@ from collections.abc import Callable
 from node.auditor import Auditor, Case
 from node.boundary import Boundary, Outgoing
 from node.guard import Guard, score_of
-from node.jobs import Arrival, StageJobs
+from node.jobs import StageJobs
 from node.membership import Membership
 from node.telemetry import Telemetry
 from node.work import FORGIVABLE, Returned, Step, UnfinishedError, Work
@@ -165,27 +165,40 @@ class Downstream:
                 outgoing.digest,
                 len(self._peers(step.number)),
             )
-            self._consider_audit(step, work, outgoing, peer, trained, response.data, arrival)
-            if arrival.judged is None:
+            case = self._case(step, work, outgoing, peer, trained, response.data)
+            judged = arrival.judged
+            if judged is None:
                 assert arrival.flag is not None
-                raise arrival.flag
+                # Strange need not be wrong: it is refused only if it is not what it should be.
+                if not await self._auditor.vindicated(case):
+                    raise arrival.flag
+                self._guard.excuse(peer, arrival.flag, step.number, work.microbatch)
+                judged = await self._worker.run(
+                    Priority.BACKWARD,
+                    self._jobs.excuse,
+                    step.number,
+                    work.microbatch,
+                    peer,
+                    arrival.incoming,
+                    len(self._peers(step.number)),
+                )
+            else:
+                self._auditor.consider(case, score=score_of(judged))
         except RemoteError as error:
             self._guard.breach(peer, error, step.number, work.microbatch)
             raise
         return Returned(
             loss=trained.loss,
             incoming=arrival.incoming,
-            judged=arrival.judged,
+            judged=judged,
             peer=peer,
             body=response.data,
             receipt=trained.receipt,
-            outlier=trained.outlier or bool(arrival.judged.cleared),
+            outlier=trained.outlier or bool(judged.cleared),
         )
 
-    def _consider_audit(
-        self, step: Step, work: Work, outgoing: Outgoing, peer: str, trained: Trained, body: Buffer, arrival: Arrival
-    ) -> None:
-        case = Case(
+    def _case(self, step: Step, work: Work, outgoing: Outgoing, peer: str, trained: Trained, body: Buffer) -> Case:
+        return Case(
             accused=peer,
             stage=self._stage + 1,
             step=step.number,
@@ -195,6 +208,4 @@ class Downstream:
             tokens=work.tokens,
             origin=work.origin,
             origin_signature=work.origin_signature,
-            flagged=arrival.flag is not None or (arrival.judged is not None and arrival.judged.flag is not None),
         )
-        self._auditor.consider(case, score=score_of(arrival.judged))

@@ -153,8 +153,11 @@ class Guard:
         microbatch: int,
         direction: Direction,
         replicas: int,
+        excused: bool = False,
     ) -> Judged:
         """Judge a tensor; ``replicas`` is the number of live replicas of the sender's stage.
+
+        ``excused``: it has been computed again by others, and is what it should be, however it looks.
 
         Raises:
             FlaggedError: it must not be used.
@@ -174,6 +177,8 @@ class Guard:
                 if peer != sender and contradicted((other.sketch, other.input_sketch), mine)
             )
             return Judged(sender=sender, direction=direction, judgement=judgement, contradicted=wrong)
+        if excused:
+            return Judged(sender=sender, direction=direction, judgement=judgement, cleared=(sender,))
         suspects = self._suspects.setdefault(key, {})
         suspects[sender] = replace(incoming, tensor=torch.empty(0))  # the sketches are enough
         agreeing = corroborated(
@@ -251,6 +256,14 @@ class Guard:
             self.strike(peer, error.reasons[0], step, detail=str(error))
         elif error.kind not in NOT_THEIR_FAULT:
             self.strike(peer, GUARD_REASONS.get(error.kind, Reason.PROTOCOL), step, detail=str(error))
+
+    def excuse(self, peer: str, flag: FlaggedError, step: int, microbatch: int) -> None:
+        """Take note of a flag that came to nothing: others computed the tensor again, and it is what it should be."""
+        for reason in flag.reasons:
+            self._telemetry.flagged(peer, flag.direction.value, reason.value)
+        self._telemetry.event(
+            "cleared", step, peer=peer, text=f"microbatch {microbatch} is unusual, and computed rightly"
+        )
 
     def note(self, judged: Judged, step: int, microbatch: int) -> None:
         """Act on a judgement that let the tensor pass: clear whom it clears; report what observe mode hides."""

@@ -94,37 +94,59 @@ class StageJobs:
         )
 
     def _take_activation(
-        self, step: int, sender: str, message: Train, body: Buffer, replicas: int
+        self, step: int, sender: str, message: Train, body: Buffer, replicas: int, excused: bool
     ) -> tuple[Incoming, Judged]:
         """Decode an activation and judge it."""
         direction, microbatch = Direction.ACTIVATION, message.microbatch
         with self._telemetry.phase("check"):
             incoming = self._decode(message, body, sender=sender, step=step, microbatch=microbatch, direction=direction)
             judged = self._guard.judge(
-                incoming, sender=sender, step=step, microbatch=microbatch, direction=direction, replicas=replicas
+                incoming,
+                sender=sender,
+                step=step,
+                microbatch=microbatch,
+                direction=direction,
+                replicas=replicas,
+                excused=excused,
             )
             return incoming, judged
 
     def receive(
-        self, key: int, step: int, sender: str, message: Train, body: Buffer, replicas: int
+        self,
+        key: int,
+        step: int,
+        sender: str,
+        message: Train,
+        work: Work,
+        body: Buffer,
+        replicas: int,
+        excused: bool,
     ) -> tuple[Outgoing, Incoming, Judged]:
         """Check an activation and run the forward of a middle stage.
 
         Raises:
             RemoteError: the activation must not be used.
         """
-        incoming, judged = self._take_activation(step, sender, message, body, replicas)
+        incoming, judged = self._take_activation(step, sender, message, body, replicas, excused)
         return self.forward(key, step, message.microbatch, incoming.tensor, incoming.digest), incoming, judged
 
     def receive_last(
-        self, key: int, step: int, sender: str, message: Train, work: Work, body: Buffer, replicas: int
+        self,
+        key: int,
+        step: int,
+        sender: str,
+        message: Train,
+        work: Work,
+        body: Buffer,
+        replicas: int,
+        excused: bool,
     ) -> tuple[Outgoing, float, Incoming, Judged]:
         """Check an activation and run both ways of the last stage; the gradient is ready to be sent.
 
         Raises:
             RemoteError: the activation or the labels must not be used.
         """
-        incoming, judged = self._take_activation(step, sender, message, body, replicas)
+        incoming, judged = self._take_activation(step, sender, message, body, replicas, excused)
         training = self._manifest.training
         tokens = torch.frombuffer(bytearray(work.tokens), dtype=torch.int32).long()
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._manifest.model.vocab_size:
@@ -173,6 +195,18 @@ class StageJobs:
             except FlaggedError as flag:
                 return Arrival(incoming=incoming, judged=None, flag=flag)
             return Arrival(incoming=incoming, judged=judged, flag=None)
+
+    def excuse(self, step: int, microbatch: int, peer: str, incoming: Incoming, replicas: int) -> Judged:
+        """The judgement of a gradient that looks odd and has been found right."""
+        return self._guard.judge(
+            incoming,
+            sender=peer,
+            step=step,
+            microbatch=microbatch,
+            direction=Direction.GRADIENT,
+            replicas=replicas,
+            excused=True,
+        )
 
     def backward(self, key: int, step: int, microbatch: int, returned: Returned) -> Outgoing:
         """Backward of a middle stage; the gradient of its input is ready to be sent."""

@@ -123,7 +123,7 @@ class Notices:
 
     def tell_cleared(self, judged: Judged, step: int, microbatch: int) -> None:
         """Show the siblings that what they may have flagged was the content of a microbatch."""
-        if not judged.cleared:
+        if not judged.hops:
             return
         message = Cleared(step=step, microbatch=microbatch, hops=judged.hops[:MAX_CLEARED_HOPS])
         for peer in self._replicas(self._stage, step, without=self._guard.excluded()):

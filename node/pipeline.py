@@ -9,9 +9,9 @@ repeated on another replica; what is not complete is never counted.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -41,6 +41,8 @@ from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
 from verifier.audit import NEAR_FENCE
 from verifier.verdicts import Direction
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,27 +250,18 @@ class Pipeline:
             raise MessageError(f"microbatch {message.microbatch} does not exist", kind="size")
         step.seen.add(identity)
         work, body = self._open(step, request, message)
-        replicas = len(self.peers(self._stage - 1, step.number))
         async with self._slots:
             self._telemetry.in_flight(+1)
             key = self._new_key()
             try:
                 if self._stage == self._last:
-                    outgoing, loss, incoming, judged = await self._worker.run(
-                        Priority.FORWARD,
-                        self._jobs.receive_last,
-                        key,
-                        step.number,
-                        request.peer,
-                        message,
-                        work,
-                        body,
-                        replicas,
+                    outgoing, loss, incoming, judged = await self._received(
+                        self._jobs.receive_last, key, step, request.peer, message, work, body
                     )
                     passed: Passed | None = None
                 else:
-                    forwarded, incoming, judged = await self._worker.run(
-                        Priority.FORWARD, self._jobs.receive, key, step.number, request.peer, message, body, replicas
+                    forwarded, incoming, judged = await self._received(
+                        self._jobs.receive, key, step, request.peer, message, work, body
                     )
                     self._evidence.add(
                         step.number,
@@ -284,23 +277,49 @@ class Pipeline:
                 self._guard.note(judged, step.number, message.microbatch)
                 self.notices.tell_cleared(judged, step.number, message.microbatch)
                 await self._worker.run(Priority.CHECK, self._jobs.accept, judged)
-            except FlaggedError:
-                self._audit_sender(step, request.peer, message, work, body, score=math.inf)
-                raise
             finally:
                 self._telemetry.in_flight(-1)
                 await self._discard(key)
-        self._audit_sender(step, request.peer, message, work, body, score=score_of(judged))
+        if not judged.cleared:
+            self._consider_audit(self._case(step, request.peer, message, work, body), score=score_of(judged))
         self._guard.credit(request.peer, step.number)
         self._completed(step, message.microbatch, loss)
         return self._answer(step, message.microbatch, loss, incoming, outgoing, passed, bool(judged.cleared))
 
-    def _audit_sender(self, step: Step, sender: str, message: Train, work: Work, body: Buffer, *, score: float) -> None:
-        """Have an odd activation computed again. Its sender's callers audit the others at random; nobody calls the
+    async def _received(
+        self,
+        job: Callable[[int, int, str, Train, Work, Buffer, int, bool], T],
+        key: int,
+        step: Step,
+        sender: str,
+        message: Train,
+        work: Work,
+        body: Buffer,
+    ) -> T:
+        """Check an activation and compute with it; one that the statistics flag is computed again by others first.
+
+        Raises:
+            RemoteError: it must not be used.
+        """
+        replicas = len(self.peers(self._stage - 1, step.number))
+        arguments = (key, step.number, sender, message, work, body, replicas)
+        try:
+            return await self._worker.run(Priority.FORWARD, job, *arguments, False)
+        except FlaggedError as flag:
+            # Strange need not be wrong: it is refused only if it is not what it should be.
+            if not await self._auditor.vindicated(self._case(step, sender, message, work, body)):
+                raise
+            self._guard.excuse(sender, flag, step.number, message.microbatch)
+        return await self._worker.run(Priority.FORWARD, job, *arguments, True)
+
+    def _consider_audit(self, case: Case, *, score: float) -> None:
+        """Have an odd activation computed again. The sender's own callers audit the rest at random; nobody calls the
         first stage, so the second one does that, too."""
-        if self._stage > 1 and score < NEAR_FENCE:
-            return
-        case = Case(
+        if self._stage == 1 or score >= NEAR_FENCE:
+            self._auditor.consider(case, score=score)
+
+    def _case(self, step: Step, sender: str, message: Train, work: Work, body: Buffer) -> Case:
+        return Case(
             accused=sender,
             stage=self._stage - 1,
             step=step.number,
@@ -310,10 +329,8 @@ class Pipeline:
             tokens=work.tokens,
             origin=work.origin,
             origin_signature=work.origin_signature,
-            flagged=math.isinf(score),
             forward=True,
         )
-        self._auditor.consider(case, score=score)
 
     def _open(self, step: Step, request: Request, message: Train) -> tuple[Work, Buffer]:
         """Split the body and check the tokens against their origin's signature."""

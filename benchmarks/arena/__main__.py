@@ -1,8 +1,8 @@
 """The arena: whole swarms under attack, with and without the checker.
 
 ``python -m benchmarks.arena --suite quick|paper|beyond [--seeds N] [--jobs N] [--cells PATTERN] --json FILE
-[--docs FILE [--also FILE ...]] [--resume]``. Each swarm runs in a child process of its own, and the JSON is written after each, so that
-``--resume`` goes on where an interrupted run was left.
+[--docs FILE [--also FILE ...]] [--resume]``. Each swarm runs in a child process of its own, and the JSON is written
+after each, so that ``--resume`` goes on where an interrupted run was left.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cells", default="*", metavar="PATTERN", help="only cells whose name meets it, as paper/b*")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the results go")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the tables there too, as Markdown")
-    parser.add_argument("--also", type=Path, nargs="*", default=[], metavar="FILE", help="results of other suites for it")
+    parser.add_argument(
+        "--also", type=Path, nargs="*", default=[], metavar="FILE", help="results of other suites for it"
+    )
     parser.add_argument("--resume", action="store_true", help="keep what the JSON file holds, and run the rest")
     parser.add_argument("--run-seconds", type=float, default=RUN_SECONDS, metavar="S", help="limit of one swarm")
     parser.add_argument("--one", metavar="KEY", help=argparse.SUPPRESS)
