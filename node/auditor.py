@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 MAX_OPEN_CASES = 8
 FIRST_JURORS = 3
 """Drawn jurors that are asked, one after another, until one has an answer."""
+VOUCHERS = 2
+"""Jurors who have to vouch for a tensor that was flagged: one alone could be in league with its sender."""
 FOLLOW_CHANCE = 0.25
 """How often an audit that found nothing goes on with the stage below: two neighbours who collude audit each other
 never, but whoever calls the first of them can follow the receipts down to the second."""
@@ -138,7 +140,7 @@ class Auditor:
                 while following is not None:
                     if self._guard.judged_finally(following.accused):
                         return False
-                    outcome = await self._settle(following)
+                    outcome = await self._settle(following, needed=VOUCHERS)
                     self._telemetry.audited(outcome)
                     if outcome != "honest":
                         return False
@@ -181,23 +183,25 @@ class Auditor:
             outcome = "inconclusive"
         self._telemetry.audited(outcome, time.monotonic() - started)
 
-    async def _settle(self, case: Case) -> str:
-        """See a case through; returns how it ended, a word for the metric."""
+    async def _settle(self, case: Case, *, needed: int = 1) -> str:
+        """See a case through; returns how it ended, a word for the metric.
+
+        ``needed`` jurors have to find the work honest before it passes; one who does not brings the whole jury in.
+        """
         subject = statement_digest(case.statement)
         draw = sign_draw(self._identity, self._swarm, subject)
         me = self._identity.peer_id
         jury = self._guard.jury(draw, case.accused, case.stage, asker=me)
         votes: dict[str, _Vote] = {}
         refusals: list[str] = []
-        for juror in jury[:FIRST_JURORS]:
+        for juror in jury[: FIRST_JURORS + needed - 1]:
             vote = await self._ask(juror, case, draw, subject, refusals)
             if vote is not None:
                 votes[juror] = vote
-                break
-        if not votes:
-            return self._unsettled(case, refusals)
+                if vote.guilty or len(votes) == needed:
+                    break
         if not any(vote.guilty for vote in votes.values()):
-            return "honest"
+            return "honest" if len(votes) >= needed else self._unsettled(case, refusals)
         settled: list[str] = []
         for enlarged in (False, True):
             jury = self._guard.jury(draw, case.accused, case.stage, asker=me, enlarged=enlarged)
