@@ -42,7 +42,8 @@ import uvloop
 
 from node import daemon
 from node.boundary import Incoming
-from node.guard import NOT_THEIR_FAULT, FlaggedError, Guard, Judged
+from node.guard import FlaggedError, Guard, Judged
+from node.refusal_kinds import NOT_THEIR_FAULT
 from node.simulated_swarm import Member, SimulatedSwarm, simulated
 from protocol.errors import EjectedError, RemoteError
 from protocol.manifest import Manifest

@@ -266,6 +266,9 @@ class Auditor:
             return "parameters"
         if "expired" in refusals:
             return "expired"
+        if len(refusals) > 1 and set(refusals) == {"inconclusive"}:
+            # Several jurors could not get its evidence: it is in trouble, or evades. Once is forgiven.
+            self._guard.strike(case.accused, Reason.AUDIT, case.step, detail="it shows no evidence of its work")
         return "inconclusive"
 
     async def _ask(self, juror: str, case: Case, draw: bytes, subject: bytes, refusals: list[str]) -> _Vote | None:

@@ -10,8 +10,9 @@ from node.boundary import Boundary, Outgoing
 from node.guard import Guard, score_of
 from node.jobs import StageJobs
 from node.membership import Membership
+from node.refusal_kinds import PASSING
 from node.telemetry import Telemetry
-from node.work import FORGIVABLE, Returned, Step, UnfinishedError, Work
+from node.work import Returned, Step, UnfinishedError, Work
 from node.worker import ComputeWorker, Priority
 from protocol.errors import RemoteError, SentinelError
 from protocol.fields import decode
@@ -87,7 +88,7 @@ class Downstream:
                 attempt = step.next_attempt(work.microbatch)
                 returned = await self._call_downstream(step, work, outgoing, peer, attempt)
             except RemoteError as error:
-                if error.kind in FORGIVABLE:
+                if error.kind in PASSING:
                     passing.add(peer)
                     if error.kind in ("not_admitted", "unknown_peer"):
                         await self._membership.introduce(peer)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from node.boundary import Incoming
 from node.drill import Drill
+from node.refusal_kinds import NOT_THEIR_FAULT
 from node.rounds import majority_digest
 from node.telemetry import Telemetry
 from node.view import View
@@ -38,9 +39,6 @@ MAX_EVIDENCE_LINES = 64
 
 GUARD_REASONS = {reason.value: reason for reason in Reason}
 """Kinds of a remote error that are a reason to strike."""
-
-NOT_THEIR_FAULT = frozenset({"wrong_step", "busy", "unfinished", "unknown_peer", "not_started", "not_admitted"})
-"""Refusals without blame. A message for a step that is over, for one, is what a slow link looks like."""
 
 
 class FlaggedError(RefusedError):

@@ -19,6 +19,7 @@ from node.evidence import EvidenceStore, KeptInput
 from node.guard import Guard
 from node.history import ParameterHistory
 from node.membership import Membership
+from node.refusal_kinds import CANNOT_BE_ASKED
 from node.replay import Replay, Replayer
 from node.telemetry import Telemetry
 from node.worker import ComputeWorker, Priority
@@ -41,8 +42,6 @@ MAX_OPEN_OF_ONE = 4
 """...and those of one asking peer."""
 MAX_IN_STEP = 64
 """Audits of one asking peer in one step; an honest one asks for a few."""
-CANNOT_BE_ASKED = frozenset({"busy", "not_admitted", "unavailable", "method", "internal"})
-"""Refusals of the accused that say nothing about its evidence."""
 MAX_PARAMETER_BYTES = 256 << 20
 """Largest stage that a node of another stage loads for an audit."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from node.barrier import EndBarrier
 from node.guard import Guard, Judged
 from node.membership import Membership
+from node.refusal_kinds import NOT_READY
 from protocol.errors import RefusedError, RemoteError, SentinelError
 from protocol.fields import decode, encode
 from protocol.manifest import Manifest
@@ -18,7 +19,6 @@ from protocol.transports.sessions import Transport
 
 log = logging.getLogger(__name__)
 
-NOT_READY = frozenset({"method", "not_admitted", "unavailable"})
 RETRY_SECONDS = 0.5
 
 MAX_CLEARED_HOPS = 8

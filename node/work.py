@@ -11,9 +11,6 @@ from node.wiring import Dealer
 from protocol.errors import RefusedError
 from protocol.framing import Buffer
 
-FORGIVABLE = frozenset({"busy", "wrong_step", "not_admitted", "unknown_peer", "unavailable", "not_started", "method"})
-"""Refusals that pass: they say nothing about this node's work, and are tried again after a change."""
-
 
 class UnfinishedError(RefusedError):
     """No replica of the next stage completed the microbatch."""
