@@ -1,7 +1,7 @@
 """The arena: whole swarms under attack, with and without the checker.
 
-``python -m benchmarks.arena --suite quick|paper|beyond [--seeds N] [--jobs N] [--cells PATTERN] --json FILE
-[--docs FILE [--also FILE ...]] [--resume]``. Each swarm runs in a child process of its own, and the JSON is written
+``python -m benchmarks.arena --suite quick|paper|beyond [--seeds N] [--jobs N] [--cells PATTERN]
+[--defences off sentinel all] --json FILE [--docs FILE [--also FILE ...]] [--resume]``. Each swarm runs in a child process of its own, and the JSON is written
 after each, so that ``--resume`` goes on where an interrupted run was left.
 """
 
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.arena import report
-from benchmarks.arena.cells import SUITES, Run, runs, selected, suite_cells
+from benchmarks.arena.cells import DEFENCES, SUITES, Run, runs, selected, suite_cells
 from benchmarks.arena.score import Row, joined
 
 RUN_SECONDS = 900.0
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds for each cell, from 0 on (1)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="swarms at a time (CPUs)")
     parser.add_argument("--cells", default="*", metavar="PATTERN", help="only cells whose name meets it, as paper/b*")
+    parser.add_argument("--defences", nargs="*", choices=DEFENCES, default=DEFENCES, help="only these (all three)")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the results go")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the tables there too, as Markdown")
     parser.add_argument(
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--one", metavar="KEY", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     cells = selected(suite_cells(options.suite), options.cells)
-    wanted = runs(cells, options.seeds)
+    wanted = [run for run in runs(cells, options.seeds) if run.defence in options.defences]
     if options.one is not None:
         return _run_one(next(run for run in wanted if run.key == options.one), options.json)
     book = Book(options.json, keep=options.resume)
