@@ -1,8 +1,8 @@
 """The arena: whole swarms under attack, with and without the checker.
 
 ``python -m benchmarks.arena --suite quick|paper|beyond [--seeds N] [--jobs N] [--cells PATTERN]
-[--defences off sentinel all] --json FILE [--docs FILE [--also FILE ...]] [--resume]``. Each swarm runs in a child process of its own, and the JSON is written
-after each, so that ``--resume`` goes on where an interrupted run was left.
+[--defences off sentinel all] --json FILE [--docs FILE [--also FILE ...]] [--resume]``. Each swarm runs in a child
+process of its own, and the JSON is written after each, so that ``--resume`` goes on where an interrupted run was left.
 """
 
 from __future__ import annotations
