@@ -26,7 +26,7 @@ from node.telemetry import Telemetry
 from protocol.errors import MessageError, RemoteError, SentinelError
 from protocol.fields import decode
 from protocol.framing import Buffer
-from protocol.hops import body_digest, read_hop
+from protocol.hops import body_digest, open_hop, read_hop
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import Audit, AuditAnswer, Evidence, EvidenceAnswer, Method
@@ -260,7 +260,7 @@ class Auditor:
         self._publish(sign_verdict(self._identity, verdict), verdict)
 
     def _unsettled(self, case: Case, refusals: list[str]) -> str:
-        if "parameters" in refusals:
+        if refusals.count("parameters") > 1:
             # Whoever computes with other parameters than its siblings is found out by all of them.
             self._guard.strike(case.accused, Reason.PARAMETERS, case.step, detail="its parameters are not its stage's")
             return "parameters"
@@ -316,7 +316,8 @@ class Auditor:
         """The case against who sent the accused its input."""
         if case.stage == 0:
             return None
-        hop = read_hop(case.statement, self._swarm, sketch_bytes=4 * self._manifest.verifier.sketch_size)
+        sketch_bytes = 4 * self._manifest.verifier.sketch_size
+        hop = read_hop(case.statement, self._swarm, sketch_bytes=sketch_bytes)
         response = await self._transport.call(
             case.accused,
             Method.EVIDENCE,
@@ -325,7 +326,15 @@ class Auditor:
             reply_limit=self._activation_bytes,
         )
         answer = decode(EvidenceAnswer, response.head)
-        above = read_hop(answer.input_hop, self._swarm, sketch_bytes=4 * self._manifest.verifier.sketch_size)
+        above = open_hop(
+            answer.input_hop,
+            self._swarm,
+            stage=case.stage - 1,
+            step=case.step,
+            microbatch=case.microbatch,
+            direction=hop.direction,
+            sketch_bytes=sketch_bytes,
+        )
         if above.digest != hop.source or body_digest((response.data,)) != hop.source:
             raise MessageError("the evidence is not what the accused signed for", kind="receipt")
         return replace(
