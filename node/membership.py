@@ -321,7 +321,7 @@ class Membership:
         if self._claim is None:
             return []
         near = range(self._claim.stage - 1, self._claim.stage + 2)
-        return [claim.peer for claim in self.view.claims.values() if claim.stage in near and claim.peer != self.me]
+        return [claim.peer for stage in near for claim in self.view.replicas(stage) if claim.peer != self.me]
 
     async def _dial(self, peer: str) -> None:
         try:
