@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.arena.cells import BEYOND, COLLUDING_SHARE, DEFENCES, PAPER, QUICK, Setting
+from benchmarks.arena.cells import BEYOND, COLLUDING_SHARE, DEFENCES, PAPER, QUICK, Setting, runs, suite_cells
 from benchmarks.arena.score import Row, mean_of
 
 SUITE_TITLES = {
@@ -120,6 +120,9 @@ def markdown(rows: Sequence[Row], failures: Sequence[Mapping[str, str]], about: 
     for suite in suites:
         of_suite = [row for row in means if row["suite"] == suite]
         parts += [f"## {SUITE_TITLES[suite]}", _setting(suite, of_suite), _markdown_table(HEADINGS, of_suite)]
+        here, all_of_it = len(of_suite), len(runs(suite_cells(suite), 1))
+        if here < all_of_it:
+            parts.append(f"{here} of the suite's {all_of_it} rows are in this table; the others have not been run.")
         if suite == "paper":
             parts += ["### Beside the paper", _beside_paper(of_suite)]
         parts += ["### What it cost", _cost(of_suite)]

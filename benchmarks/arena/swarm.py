@@ -208,11 +208,19 @@ def _fact(member: Member, members: list[Member], watch: _Watch, gone: set[str], 
         neighbours=len(states),
         barred_on_one_side=any(2 * sum(state in BARRED for state in side) > len(side) > 0 for side in sides),
         first_attack_step=drill.first_attack_step if drill is not None else None,
-        quarantined_step=watch.step("quarantined", member.peer),
+        # Whom the swarm has ejected nobody has to quarantine any more.
+        quarantined_step=earliest(watch.step("quarantined", member.peer), watch.step("ejected", member.peer)),
         ejected_step=watch.step("ejected", member.peer),
-        attacked_at_quarantine=watch.attacked("quarantined", member.peer),
+        attacked_at_quarantine=earliest(
+            watch.attacked("quarantined", member.peer), watch.attacked("ejected", member.peer)
+        ),
         attacked_at_ejection=watch.attacked("ejected", member.peer),
     )
+
+
+def earliest(*values: int | None) -> int | None:
+    """The least of those that there are."""
+    return min((value for value in values if value is not None), default=None)
 
 
 def _row(run: Run, members: list[Member], facts: list[NodeFact]) -> Row:
