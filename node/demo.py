@@ -61,6 +61,8 @@ def demo_manifest(options: DemoOptions) -> Manifest:
             },
             "wire": {"activation_dtype": "bf16", "gradient_dtype": "bf16"},
             "verifier": {"allow_drills": True},
+            # All nodes share one machine: more microbatches under way take memory and make nothing quicker.
+            "network": {"in_flight": 3},
         }
     )
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier.sketch import cosine, gain, project, sketch, temper
+from verifier.sketch import KEPT_SHAPES, KEY_BYTES, Scratch, cosine, gain, project, sketch, temper
 
 KEY = bytes(range(32))
 SIZE = 512
@@ -121,3 +121,15 @@ def test_cosine_and_gain_of_extremes() -> None:
 
 def test_an_all_zero_tensor_has_an_all_zero_sketch() -> None:
     assert not sketch(torch.zeros(2, 8, 4), key=KEY, size=16).any()
+
+
+def test_memory_that_is_used_again_changes_nothing() -> None:
+    scratch = Scratch()
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(2, 8, 16), (1, 8, 16), (3, 5, 7), (2, 8, 16), (2, 4, 24), (2, 8, 16)]
+    assert len(set(shapes)) > KEPT_SHAPES
+    for shape in shapes:
+        for _ in range(2):
+            tensor = torch.randn(shape, generator=generator)
+            again = sketch(tensor, key=bytes(KEY_BYTES), size=64, scratch=scratch)
+            assert torch.equal(again, sketch(tensor, key=bytes(KEY_BYTES), size=64))
