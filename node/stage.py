@@ -8,6 +8,7 @@ its backward, or not at all. Knows nothing of peers, steps or optimizers.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import overload
 
@@ -70,11 +71,10 @@ class StageRunner:
         self._flat = torch.empty(sum(slot.numel for slot in self.layout), device=device)
         self._parameters: list[nn.Parameter] = []
         for slot in self.layout:
-            owner, _, name = slot.name.rpartition(".")
             view = slot.view(self._flat)
             view.copy_(module.get_parameter(slot.name).detach())
             parameter = nn.Parameter(view)
-            setattr(module.get_submodule(owner), name, parameter)
+            self._put(slot.name, parameter)
             self._parameters.append(parameter)
         module.to(device)  # the buffers; the parameters are there already
 
@@ -194,8 +194,7 @@ class StageRunner:
 
     def replay_forward(self, received: Tensor, *, parameters: Tensor | None = None) -> Tensor:
         """The forward alone, of any stage but the last; float32 [B, T, d] on the CPU. As ``replay``."""
-        with torch.no_grad():
-            return _to_cpu(self._compute(received, None, parameters).output)
+        return _to_cpu(self._compute(received, None, parameters, graph=False).output)
 
     # the whole stage -----------------------------------------------------------------
 
@@ -232,7 +231,9 @@ class StageRunner:
         self._pending.clear()
         self._sum, self._count = None, 0
 
-    def _compute(self, received: Tensor, targets: Tensor | None, parameters: Tensor | None = None) -> _Pending:
+    def _compute(
+        self, received: Tensor, targets: Tensor | None, parameters: Tensor | None = None, *, graph: bool = True
+    ) -> _Pending:
         if (targets is not None) != self._module.last:
             raise StageError("targets belong to the last stage, and to no other")
         if targets is not None:
@@ -241,13 +242,28 @@ class StageRunner:
             leaf = self._tokens(received)
         else:
             leaf = received.detach().to(self._device, torch.float32).requires_grad_(True)
-        with torch.enable_grad(), self._precision():
-            if parameters is None:
-                output: Tensor = self._module(leaf, targets)
-            else:
-                others = {slot.name: slot.view(parameters) for slot in self.layout}
-                output = torch.func.functional_call(self._module, others, (leaf, targets))
+        exchanged = contextlib.nullcontext() if parameters is None else self._exchanged(parameters)
+        with torch.set_grad_enabled(graph), self._precision(), exchanged:
+            output: Tensor = self._module(leaf, targets)
         return _Pending(received=leaf, output=output, version=self._flat._version)
+
+    @contextlib.contextmanager
+    def _exchanged(self, parameters: Tensor) -> Iterator[None]:
+        """Compute with others [P] for a while. Graphs that wait keep the tensors that they were made with.
+
+        torch.func.functional_call would do it, and load all of torch's compiler for that.
+        """
+        try:
+            for slot in self.layout:
+                self._put(slot.name, nn.Parameter(slot.view(parameters), requires_grad=False))
+            yield
+        finally:
+            for slot, own in zip(self.layout, self._parameters, strict=True):
+                self._put(slot.name, own)
+
+    def _put(self, name: str, parameter: nn.Parameter) -> None:
+        owner, _, last = name.rpartition(".")
+        setattr(self._module.get_submodule(owner), last, parameter)
 
     def _differentiate(self, pending: _Pending, grad_output: Tensor | None, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         if (grad_output is None) != self._module.last:
