@@ -260,8 +260,9 @@ def _draw(parameter: Tensor, seed: int, name: str, std: float) -> None:
 
 def _rotary_tables(context: int, head_size: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines, float32 [context, head_size]; both halves of a head turn by the same angles."""
-    frequencies = 1.0 / base ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
-    angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)
+    # On the CPU also where only a layout is wanted: computing on the meta device loads all of torch's compiler.
+    frequencies = 1.0 / base ** (torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size)
+    angles = torch.outer(torch.arange(context, dtype=torch.float32, device="cpu"), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 

@@ -9,7 +9,7 @@ import torch
 
 from node.data import TokenStream
 from node.history import ParameterHistory
-from node.model import StageModule
+from node.model import stage_layout
 from node.stage import StageRunner
 from protocol.errors import MessageError, RefusedError
 from protocol.framing import Buffer
@@ -97,9 +97,8 @@ class Replayer:
 
     def length(self, stage: int) -> int:
         """Number of parameters of a stage."""
-        with torch.device("meta"):
-            module = StageModule(self._manifest.model, self._manifest.stages.layers_per_stage, stage)
-        return sum(slot.numel for slot in module.layout())
+        layout = stage_layout(self._manifest.model, self._manifest.stages.layers_per_stage, stage)
+        return sum(slot.numel for slot in layout)
 
     def _with(self, replay: Replay, parameters: torch.Tensor | None) -> tuple[StageRunner, torch.Tensor | None]:
         if replay.stage != self._stage:

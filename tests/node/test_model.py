@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -201,3 +203,13 @@ class TestInitialValues:
         for name, tensor in sorted(whole_state(build(SMALL, (6,))).items()):
             digest.update(name.encode() + tensor.numpy().tobytes())
         assert digest.hexdigest() == "6a762e240bab906b4f13f06ceded3a52190418b09cbf7b1f16dc62cc33911182"
+
+
+def test_a_layout_does_not_load_the_compiler_of_torch() -> None:
+    # It would take tens of MiB, and leave a folder among the temporary files.
+    code = (
+        "import sys; from node.model import stage_layout; from protocol.manifest import Manifest;"
+        "m = Manifest.from_mapping({'name': 'test'}); stage_layout(m.model, m.stages.layers_per_stage, 1);"
+        "sys.exit('torch._inductor' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
