@@ -405,16 +405,18 @@ class Trainer:
         like = await self._freeze()
         state = await fetch_state(self._transport, donor, like=like, on_progress=progress)
         async with self._between_steps:
-            await self._worker.run(Priority.CHECK, self._load, state)
+            self.parameters = await self._worker.run(Priority.CHECK, self._load, state)
             self.step = state.step
-            self.parameters = parameter_digest(state.parameters)
         self.averager.stand_at(self.step)
         self._pipeline.expect(self.step)
 
-    def _load(self, state: StageState) -> None:
+    def _load(self, state: StageState) -> bytes:
+        """Take a state over; returns the digest of its parameters."""
         self._runner.load_flat(state.parameters)
         self._optimizer.load(state.optimizer)
-        self._history.replaced(state.step, parameter_digest(state.parameters))
+        digest = parameter_digest(state.parameters)
+        self._history.replaced(state.step, digest)
+        return digest
 
     async def _follow(self) -> None:
         """Apply what the siblings commit until this node's own first step comes."""
