@@ -20,17 +20,18 @@ from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from node.drill import Drill
+from node.evidence import open_input, open_passed_on
 from node.guard import Guard
 from node.membership import Membership
 from node.telemetry import Telemetry
 from protocol.errors import MessageError, RemoteError, SentinelError
 from protocol.fields import decode
 from protocol.framing import Buffer
-from protocol.hops import body_digest, open_hop, read_hop
+from protocol.hops import read_hop
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import Audit, AuditAnswer, Evidence, EvidenceAnswer, Method
-from protocol.receipts import check_input_receipt, check_vote, open_receipt, sign_draw, statement_digest
+from protocol.receipts import check_vote, open_receipt, sign_draw, statement_digest
 from protocol.records import MAX_VOTES, Verdict, sign_verdict
 from protocol.tensors import WireDtype, encoded_bytes
 from protocol.transports.sessions import Transport
@@ -326,17 +327,16 @@ class Auditor:
             reply_limit=self._activation_bytes,
         )
         answer = decode(EvidenceAnswer, response.head)
-        above = open_hop(
-            answer.input_hop,
+        above = open_input(
+            answer,
+            response.data,
             self._swarm,
-            stage=case.stage - 1,
+            stage=case.stage,
             step=case.step,
             microbatch=case.microbatch,
-            direction=hop.direction,
+            source=hop.source,
             sketch_bytes=sketch_bytes,
         )
-        if above.digest != hop.source or body_digest((response.data,)) != hop.source:
-            raise MessageError("the evidence is not what the accused signed for", kind="receipt")
         return replace(
             case, accused=above.peer, stage=above.stage, statement=answer.input_hop, tensors=(response.data,)
         )
@@ -354,9 +354,7 @@ class Auditor:
             reply_limit=self._activation_bytes + self._gradient_bytes,
         )
         answer = decode(EvidenceAnswer, response.head)
-        below = check_input_receipt(answer.input_receipt, self._swarm, of=receipt)
-        view = memoryview(response.data)
-        sent, got = view[: self._activation_bytes], view[self._activation_bytes :]
-        if body_digest((sent,)) != receipt.sent or body_digest((got,)) != receipt.got:
-            raise MessageError("the evidence is not what the accused signed for", kind="receipt")
+        below, sent, got = open_passed_on(
+            answer, response.data, self._swarm, of=receipt, activation_bytes=self._activation_bytes
+        )
         return replace(case, accused=below.peer, stage=below.stage, statement=answer.input_receipt, tensors=(sent, got))

@@ -11,7 +11,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from protocol.errors import MessageError
 from protocol.framing import Buffer
+from protocol.hops import body_digest, open_hop
+from protocol.messages import EvidenceAnswer, Hop, Receipt
+from protocol.receipts import check_input_receipt
+from verifier.verdicts import Direction
 
 KEPT_BYTES = 256 << 20
 """For steps that are over. The present step is bounded by the work that a node takes on."""
@@ -80,3 +85,49 @@ class EvidenceStore:
 
     def _drop(self, key: tuple[int, int, bytes]) -> None:
         self._bytes -= self._kept.pop(key).nbytes
+
+
+def open_passed_on(
+    answer: EvidenceAnswer, body: Buffer, swarm: bytes, *, of: Receipt, activation_bytes: int
+) -> tuple[Receipt, Buffer, Buffer]:
+    """Read what was sent on and got back for a receipt: that of the stage below, and the two tensors.
+
+    Raises:
+        MessageError: kind "receipt"; it is not what the accused signed for.
+    """
+    below = check_input_receipt(answer.input_receipt, swarm, of=of)
+    view = memoryview(body)
+    sent, got = view[:activation_bytes], view[activation_bytes:]
+    if body_digest((sent,)) != of.sent or body_digest((got,)) != of.got:
+        raise MessageError("the evidence is not what the accused signed for", kind="receipt")
+    return below, sent, got
+
+
+def open_input(
+    answer: EvidenceAnswer,
+    body: Buffer,
+    swarm: bytes,
+    *,
+    stage: int,
+    step: int,
+    microbatch: int,
+    source: bytes,
+    sketch_bytes: int,
+) -> Hop:
+    """Read what a replica of ``stage`` received for an activation made from ``source``: the hop of the stage above.
+
+    Raises:
+        MessageError: kind "sketch" or "receipt"; it is not what the accused signed for.
+    """
+    above = open_hop(
+        answer.input_hop,
+        swarm,
+        stage=stage - 1,
+        step=step,
+        microbatch=microbatch,
+        direction=Direction.ACTIVATION.value,
+        sketch_bytes=sketch_bytes,
+    )
+    if above.digest != source or body_digest((body,)) != source:
+        raise MessageError("the evidence is not what the accused signed for", kind="receipt")
+    return above

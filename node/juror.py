@@ -15,7 +15,7 @@ import torch
 
 from node.digest import parameter_digest
 from node.drill import Drill
-from node.evidence import EvidenceStore, KeptInput
+from node.evidence import EvidenceStore, KeptInput, open_input, open_passed_on
 from node.guard import Guard
 from node.history import ParameterHistory
 from node.membership import Membership
@@ -26,11 +26,11 @@ from node.worker import ComputeWorker, Priority
 from protocol.errors import MessageError, RefusedError, RemoteError, SentinelError
 from protocol.fields import decode, encode
 from protocol.framing import Buffer
-from protocol.hops import body_digest, check_tokens, open_hop, read_hop
+from protocol.hops import body_digest, check_tokens, read_hop
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import Audit, AuditAnswer, Evidence, EvidenceAnswer, Method, Parameters, Receipt
-from protocol.receipts import check_draw, check_input_receipt, open_receipt, sign_vote, statement_digest
+from protocol.receipts import check_draw, open_receipt, sign_vote, statement_digest
 from protocol.tensors import WireDtype, decode_tensor, encode_tensor, encoded_bytes
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
@@ -282,11 +282,10 @@ class Juror:
         message = Evidence(step=receipt.step, microbatch=receipt.microbatch, returned=receipt.returned)
         try:
             answer, view = await self._ask_accused(receipt.peer, message, self._activation_bytes + self._gradient_bytes)
-            sent, got = view[: self._activation_bytes], view[self._activation_bytes :]
-            below = check_input_receipt(answer.input_receipt, self._swarm, of=receipt)
+            below, sent, got = open_passed_on(
+                answer, view, self._swarm, of=receipt, activation_bytes=self._activation_bytes
+            )
             self._check_witness(below.peer, receipt.stage + 1)
-            if body_digest((sent,)) != receipt.sent or body_digest((got,)) != receipt.got:
-                raise MessageError("the evidence is not what the accused signed for", kind="receipt")
         except MessageError:
             return None
         return sent, got
@@ -300,18 +299,17 @@ class Juror:
         message = Evidence(step=statement.step, microbatch=statement.microbatch, sent=statement.digest)
         try:
             answer, view = await self._ask_accused(statement.accused, message, self._activation_bytes)
-            hop = open_hop(
-                answer.input_hop,
+            above = open_input(
+                answer,
+                view,
                 self._swarm,
-                stage=statement.stage - 1,
+                stage=statement.stage,
                 step=statement.step,
                 microbatch=statement.microbatch,
-                direction=Direction.ACTIVATION.value,
+                source=statement.source,
                 sketch_bytes=4 * self._manifest.verifier.sketch_size,
             )
-            self._check_witness(hop.peer, statement.stage - 1)
-            if hop.digest != statement.source or body_digest((view,)) != statement.source:
-                raise MessageError("the evidence is not what the accused signed for", kind="receipt")
+            self._check_witness(above.peer, statement.stage - 1)
         except MessageError:
             return None
         return view
