@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from abc import ABC, abstractmethod
@@ -122,6 +123,7 @@ class P2PPeers(Peers):
         self.folder = folder
         self.daemons: dict[str, Daemon] = {}
         self.exits: list[int] = []
+        self.frozen: set[int] = set()
 
     async def daemon(self, **options: Any) -> Daemon:
         """A started p2pd with an identity of its own."""
@@ -156,13 +158,16 @@ class P2PPeers(Peers):
         pid = self.daemons[transport.peer_id].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
+        self.frozen.add(pid)
 
     async def close(self) -> None:
-        for daemon in self.daemons.values():
-            if daemon.pid is not None:
-                os.kill(daemon.pid, signal.SIGCONT)
-        await super().close()
-        await asyncio.gather(*(daemon.stop() for daemon in self.daemons.values()))
+        for pid in self.frozen:  # only these: one that crashed may be reaped before its daemon has heard of it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        try:
+            await super().close()
+        finally:
+            await asyncio.gather(*(daemon.stop() for daemon in self.daemons.values()))
 
 
 class RawPeer:
