@@ -1,8 +1,9 @@
 """The arena: whole swarms under attack, with and without the checker.
 
 ``python -m benchmarks.arena --suite quick|paper|beyond [--seeds N] [--jobs N] [--cells PATTERN]
-[--defences off sentinel all] --json FILE [--docs FILE [--also FILE ...]] [--resume]``. Each swarm runs in a child
-process of its own, and the JSON is written after each, so that ``--resume`` goes on where an interrupted run was left.
+[--defences off sentinel all] --json FILE [--docs FILE [--also FILE ...]] [--resume]``. Swarms that differ only in
+their attackers share one honest beginning, from which each is forked. The JSON is written after each swarm, so that
+``--resume`` goes on where an interrupted run was left.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.arena import report
-from benchmarks.arena.cells import DEFENCES, SUITES, Run, runs, selected, suite_cells
+from benchmarks.arena.cells import DEFENCES, SUITES, Group, Run, groups, runs, selected, suite_cells
 from benchmarks.arena.score import Row, joined
 
 RUN_SECONDS = 900.0
-"""Longest that one swarm may take; the largest takes about a minute or two on a quiet core."""
+"""Longest that one swarm may take, and the beginning that it shares; the largest take a minute on a quiet core."""
 
 ERROR_CHARS = 2000
 
@@ -46,20 +47,20 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--resume", action="store_true", help="keep what the JSON file holds, and run the rest")
     parser.add_argument("--run-seconds", type=float, default=RUN_SECONDS, metavar="S", help="limit of one swarm")
-    parser.add_argument("--one", metavar="KEY", help=argparse.SUPPRESS)
+    parser.add_argument("--group", nargs="+", metavar="KEY", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     cells = selected(suite_cells(options.suite), options.cells)
     wanted = [run for run in runs(cells, options.seeds) if run.defence in options.defences]
-    if options.one is not None:
-        return _run_one(next(run for run in wanted if run.key == options.one), options.json)
+    if options.group is not None:
+        return _run_group([run for run in wanted if run.key in options.group], options.run_seconds)
     book = Book(options.json, keep=options.resume)
     missing = [run for run in wanted if not book.has(run)]
     print(f"arena: {len(missing)} swarms to run, {options.jobs} at a time", file=sys.stderr, flush=True)
-    children = Children(options.suite, options.run_seconds)
+    children = Children(options.suite, options.seeds, options.run_seconds)
     pool = ThreadPoolExecutor(max_workers=max(1, options.jobs))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that no child is left behind
     try:
-        futures = [pool.submit(children.run, run, book) for run in missing]
+        futures = [pool.submit(children.run, group, book) for group in groups(missing)]
         for future in futures:
             future.result()
     except KeyboardInterrupt:
@@ -81,10 +82,18 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if book.failures else 0
 
 
-def _run_one(run: Run, path: Path) -> int:
-    from benchmarks.arena.swarm import run_swarm  # with torch, which the parent does without
+def _run_group(wanted: Sequence[Run], seconds: float) -> int:
+    """In a child: run one group, and print a line of JSON for each of its runs."""
+    from benchmarks.arena.forking import StoppableClock  # the parent does without all of this
 
-    path.write_text(json.dumps(run_swarm(run)))
+    clock = StoppableClock().install()
+    from benchmarks.arena.swarm import run_group
+
+    def tell(run: Run, outcome: Row | str) -> None:
+        print(json.dumps([run.key, outcome]), flush=True)
+
+    for group in groups(wanted):
+        run_group(group, clock=clock, seconds=seconds, tell=tell)
     return 0
 
 
@@ -131,49 +140,47 @@ class Book:
 
 
 class Children:
-    """One child process for each swarm. What a swarm leaves behind, or a hang of it, ends with the child."""
+    """One child process for each group of swarms. What they leave behind, or a hang of them, ends with it."""
 
-    def __init__(self, suite: str, run_seconds: float) -> None:
-        self._suite = suite
+    def __init__(self, suite: str, seeds: int, run_seconds: float) -> None:
+        self._command = [sys.executable, "-m", "benchmarks.arena", "--suite", suite, "--json", os.devnull]
+        self._command += ["--seeds", str(seeds), "--run-seconds", str(run_seconds), "--group"]
         self._run_seconds = run_seconds
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: set[subprocess.Popen[str]] = set()
         self._ended = threading.Event()
 
-    def run(self, run: Run, book: Book) -> None:
-        """Run one swarm and note its result or its failure."""
+    def run(self, group: Group, book: Book) -> None:
+        """Run the swarms of one group, and note the result or the failure of each."""
         if self._ended.is_set():
             return
+        missing = {run.key: run for run in group.runs}
         with tempfile.TemporaryDirectory(prefix="sentinel-arena-") as folder:
-            result, log = Path(folder) / "row.json", Path(folder) / "log"
-            command = [sys.executable, "-m", "benchmarks.arena", "--suite", self._suite, "--json", str(result)]
-            command += ["--seeds", str(run.seed + 1), "--one", run.key]
-            with log.open("wb") as output:
+            log = Path(folder) / "log"
+            with log.open("wb") as errors:
                 # A group of its own, so that nothing of it is left, and TMPDIR, so that its files go with it.
                 child = subprocess.Popen(
-                    command,
-                    stdout=output,
-                    stderr=output,
+                    [*self._command, *missing],
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
                     start_new_session=True,
                     env={**os.environ, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
                 )
                 self._running.add(child)
+                # The child limits its runs itself; this is for a child that does not.
+                limit = threading.Timer((len(missing) + 2) * self._run_seconds, _kill, [child])
+                limit.start()
                 try:
-                    child.wait(timeout=self._run_seconds)
-                    why = f"exit code {child.returncode}"
-                except subprocess.TimeoutExpired:
-                    why = f"not done after {self._run_seconds:.0f} s"
+                    assert child.stdout is not None
+                    for line in child.stdout:
+                        key, outcome = json.loads(line)
+                        _note(book, missing.pop(key), outcome, log)
                 finally:
+                    limit.cancel()
                     _kill(child)
                     self._running.discard(child)
-            if self._ended.is_set():
-                return
-            if result.exists() and child.returncode == 0:
-                row: Row = json.loads(result.read_text())
-                book.add(row)
-                print(report.line(row), file=sys.stderr, flush=True)
-            else:
-                book.fail(run, f"{why}\n{log.read_text(errors='replace')}")
-                print(f"arena: {run.key}: {why}", file=sys.stderr, flush=True)
+            for run in () if self._ended.is_set() else missing.values():
+                _note(book, run, f"its process ended with code {child.returncode}", log)
 
     def end(self) -> None:
         """Kill what runs, and start nothing more."""
@@ -182,7 +189,16 @@ class Children:
             _kill(child)
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
+def _note(book: Book, run: Run, outcome: Row | str, log: Path) -> None:
+    if isinstance(outcome, str):
+        book.fail(run, f"{outcome}\n{log.read_text(errors='replace')}")
+        print(f"arena: {run.key}: {outcome}", file=sys.stderr, flush=True)
+    else:
+        book.add(outcome)
+        print(report.line(outcome), file=sys.stderr, flush=True)
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
     """End a child and all that it started; nothing happens if they have ended."""
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):

@@ -94,7 +94,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A cell with a defence and a seed: one swarm, in one child process."""
+    """A cell with a defence and a seed: one swarm."""
 
     cell: Cell
     defence: str
@@ -102,8 +102,46 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Unique; names the run in files and on the command line."""
+        """Unique; names the run in messages."""
         return f"{self.cell.name}/{self.defence}/{self.seed}"
+
+    @property
+    def setting(self) -> Setting:
+        """The swarm."""
+        return self.cell.setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Runs that are one and the same until ``attack_from``: of one setting, defence and seed."""
+
+    setting: Setting
+    defence: str
+    seed: int
+    attack_from: int
+    runs: tuple[Run, ...]
+
+
+GROUP_RUNS = 12
+"""Most runs of a group. Fewer spread better over processes, more share their beginning with more others."""
+
+
+def groups(runs: Sequence[Run], *, most: int = GROUP_RUNS) -> list[Group]:
+    """The runs, by what they share, in groups of at most ``most``; a run without attackers goes with any."""
+    found: dict[tuple[Setting, str, int, int], list[Run]] = {}
+    for run in runs:
+        start = run.cell.attack_from if run.cell.drill else run.setting.attack_from
+        found.setdefault((run.setting, run.defence, run.seed, start), []).append(run)
+    return [
+        Group(setting=setting, defence=defence, seed=seed, attack_from=start, runs=tuple(some))
+        for (setting, defence, seed, start), all_of_them in found.items()
+        for some in _evenly(all_of_them, most)
+    ]
+
+
+def _evenly(runs: Sequence[Run], most: int) -> list[Sequence[Run]]:
+    parts = -(-len(runs) // most)
+    return [runs[len(runs) * part // parts : len(runs) * (part + 1) // parts] for part in range(parts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,10 +238,10 @@ def _cell(
 
 QUICK = Setting(stages=4, replicas=4, attackers=1, steps=26, attack_from=12, warmup_steps=9, microbatches=12)
 
-PAPER = Setting(stages=16, replicas=8, attackers=3, steps=40, attack_from=15, warmup_steps=12, microbatches=16)
-"""The paper's mesh of 128 workers and its 37.5 % of malicious ones; 40 steps instead of 5,000."""
+PAPER = Setting(stages=16, replicas=8, attackers=3, steps=25, attack_from=15, warmup_steps=12, microbatches=16)
+"""The paper's mesh of 128 workers and its 37.5 % of malicious ones; 25 steps instead of 5,000."""
 
-BEYOND = Setting(stages=6, replicas=8, attackers=3, steps=44, attack_from=15, warmup_steps=12, microbatches=16)
+BEYOND = Setting(stages=6, replicas=8, attackers=3, steps=36, attack_from=15, warmup_steps=12, microbatches=16)
 
 
 def _quick() -> list[Cell]:
@@ -216,10 +254,11 @@ def _quick() -> list[Cell]:
 
 
 def _paper() -> list[Cell]:
-    names = [*map(str, PAPER_ATTACKS), "mixed"]
+    names = map(str, PAPER_ATTACKS)
     return [
         _none("paper", PAPER),
         *(_cell("paper", PAPER, attack, direction, "middle") for attack in names for direction in DIRECTIONS),
+        _cell("paper", PAPER, "mixed", "both", "middle"),
     ]
 
 

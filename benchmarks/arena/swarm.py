@@ -1,25 +1,34 @@
-"""Runs one swarm of the arena in this process and says what happened to each node."""
+"""Grows a swarm to the moment before an attack, and forks it for every run that shares this beginning.
+
+Runs of one setting, defence and seed differ in nothing until their attackers begin. So one process trains the honest
+beginning once; then each run is a fork of it, in which some nodes turn out to be attackers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
+import os
+import shutil
+import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import uvloop
 
-from benchmarks.arena.cells import Attacker, Run, attackers
-from benchmarks.arena.score import NodeFact, Row, agreed_losses, detection, final_loss, mean_delay, mean_of
+from benchmarks.arena.cells import DEFENCES, Group, Run, attackers
+from benchmarks.arena.forking import ForkableLoop, StoppableClock, forked
+from benchmarks.arena.measure import Noticed, Watch, row_of
+from benchmarks.arena.score import Row
+from node.drill import parse_drill
+from node.drill_names import Attack
 from node.simulated_swarm import Member, SimulatedSwarm, simulated
-from node.telemetry import Event
-from protocol.errors import EjectedError
 from protocol.manifest import Manifest
-from verifier.ledger import PeerState
-from verifier.quorum import neighbouring_stages
 
 AUDIT_RATE = 1 / 64
 AUDIT_SUSPICION = 8.0
@@ -29,13 +38,14 @@ two, one microbatch in eight. The manifest's default is for long runs, in which 
 MINIMUM_HISTORY = 16
 """Accepted tensors before a fence judges. A node of a stage of eight sees two tensors a step here."""
 
-BARRED = frozenset({PeerState.QUARANTINED, PeerState.EJECTED})
+NEVER = 1 << 30
+"""A step that no run reaches: who waits for it is an honest node."""
 
 
-def manifest_of(run: Run) -> Manifest:
+def manifest_of(run: Run | Group) -> Manifest:
     """The manifest of a run: a small Llama of one layer a stage, on the standard library's sources."""
-    setting = run.cell.setting
-    audited = run.defence == "all"
+    setting, audited = run.setting, run.defence == "all"
+    assert run.defence in DEFENCES
     return Manifest.from_mapping(
         {
             "name": "arena",
@@ -78,211 +88,160 @@ def manifest_of(run: Run) -> Manifest:
     )
 
 
-def run_swarm(run: Run) -> Row:
-    """Train one swarm to its end. Takes seconds to minutes, and all of one core."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grown:
+    """A swarm in which the next step is the one before the attack."""
+
+    swarm: SimulatedSwarm
+    members: list[Member]
+    watch: Watch
+
+
+def run_group(group: Group, *, clock: StoppableClock, seconds: float, tell: Callable[[Run, Row | str], None]) -> None:
+    """Run every run of a group, one after the other, and ``tell`` each one's row, or why there is none.
+
+    Must be the only work of this process, which has one thread. ``clock`` must have been installed before anything
+    of the nodes was imported. ``seconds`` is the limit of each run and of the beginning.
+
+    Raises:
+        TimeoutError: the swarm did not get as far as the attack.
+    """
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="sentinel-arena-") as folder:
-        return uvloop.run(_run(run, Path(folder)))
+    gc.disable()  # a swarm has millions of live objects, and looking through them again and again costs a sixth
+    loop = ForkableLoop()
+    with (
+        tempfile.TemporaryDirectory(prefix="sentinel-arena-") as folder,
+        asyncio.Runner(loop_factory=lambda: loop) as runner,
+    ):
+        os.chdir(folder)  # the nodes' folders are relative to it, so that each fork can have its own
+        runner.run(_run_group(group, loop, clock, seconds, tell))
 
 
-class _Noticed(deque[Event]):
-    """A node's list of events, without an end, that also calls back."""
-
-    def __init__(self, notice: Callable[[Event], None]) -> None:
-        super().__init__()
-        self._notice = notice
-
-    def append(self, event: Event) -> None:
-        """Note one event."""
-        super().append(event)
-        self._notice(event)
-
-
-class _Watch:
-    """When honest nodes first barred each peer, and how much it had falsified by then."""
-
-    def __init__(self) -> None:
-        self.members: dict[str, Member] = {}
-        self.first: dict[tuple[str, str], tuple[int, int]] = {}
-        """(kind of event, peer) -> (step, tensors falsified until then)."""
-
-    def add(self, member: Member) -> None:
-        """Listen to an honest node, or know an attacker."""
-        self.members[member.peer] = member
-        if not member.attack:
-            member.node.telemetry.events = _Noticed(self._notice)
-
-    def _notice(self, event: Event) -> None:
-        if event.kind in ("quarantined", "ejected") and event.peer in self.members:
-            drill = self.members[event.peer].node.drill
-            self.first.setdefault((event.kind, event.peer), (event.step, drill.attacked if drill is not None else 0))
-
-    def step(self, kind: str, peer: str) -> int | None:
-        """When the first honest node saw this."""
-        return self.first[kind, peer][0] if (kind, peer) in self.first else None
-
-    def attacked(self, kind: str, peer: str) -> int | None:
-        """How much the peer had falsified by then."""
-        return self.first[kind, peer][1] if (kind, peer) in self.first else None
+async def _run_group(
+    group: Group, loop: ForkableLoop, clock: StoppableClock, seconds: float, tell: Callable[[Run, Row | str], None]
+) -> None:
+    began = time.process_time()
+    async with simulated(Path("nodes"), manifest_of(group), inline=True) as swarm:
+        async with asyncio.timeout(seconds):
+            grown = await _grow(swarm, group)
+        prefix = time.process_time() - began
+        for run in group.runs:
+            clock.stop()
+            writing, outcome = forked(lambda: _settle(loop, clock), seconds=seconds)
+            if writing >= 0:
+                await _go_on(grown, run, writing, prefix)  # does not return
+            clock.go_on()
+            if outcome.error:
+                tell(run, outcome.error)
+            else:
+                tell(run, json.loads(outcome.said))
+        # What is left is a swarm in mid-step that nobody needs: ending it in order would take as long as a run.
+        sys.stdout.flush()
+        shutil.rmtree(Path.cwd(), ignore_errors=True)
+        os._exit(0)
 
 
-async def _run(run: Run, folder: Path) -> Row:
-    started, used = time.perf_counter(), time.process_time()
-    manifest = manifest_of(run)
-    async with simulated(folder, manifest, inline=True) as swarm:
-        coordinator = await swarm.coordinate()
-        watch = _Watch()
-        members = _join(swarm, run, watch)
-        await asyncio.gather(*map(_begun, members))
-        partners = frozenset(member.peer for member, attacker in members.items() if attacker and attacker.colluding)
-        for member, attacker in members.items():
-            if attacker is not None and attacker.colluding and member.node.drill is not None:
-                member.node.drill.partners = partners - {member.peer}
-        # Training goes on without it, and it would ask everybody for their status again and again.
-        coordinator.node.stop()
-        outcomes = await asyncio.gather(*(member.task for member in members), return_exceptions=True)
-    died = [
-        {"node": member.name, "attacker": bool(member.attack), "error": repr(outcome)}
-        for member, outcome in zip(members, outcomes, strict=True)
-        if outcome is not None and not isinstance(outcome, EjectedError)
-    ]
-    gone = {
-        member.peer for member, outcome in zip(members, outcomes, strict=True) if isinstance(outcome, BaseException)
-    }
-    ejected = {
-        member.peer for member, outcome in zip(members, outcomes, strict=True) if isinstance(outcome, EjectedError)
-    }
-    facts = [_fact(member, list(members), watch, gone, ejected) for member in members]
-    return {
-        **_row(run, list(members), facts),
-        "died": died,
-        "seconds": time.perf_counter() - started,
-        "cpu_seconds": time.process_time() - used,
-    }
+def _settle(loop: ForkableLoop, clock: StoppableClock) -> None:
+    """Make a fork independent of its parent."""
+    clock.go_on()
+    loop.renew()
+    mine = tempfile.mkdtemp(prefix="fork-", dir=Path.cwd())
+    shutil.copytree("nodes", Path(mine, "nodes"))
+    os.chdir(mine)
 
 
-def _join(swarm: SimulatedSwarm, run: Run, watch: _Watch) -> dict[Member, Attacker | None]:
-    setting = run.cell.setting
-    bad = {(attacker.stage, attacker.replica): attacker for attacker in attackers(run.cell, run.seed)}
-    members: dict[Member, Attacker | None] = {}
+async def _go_on(grown: Grown, run: Run, writing: int, prefix: float) -> None:
+    """In the fork: let the attackers begin, train to the end, write the row, and end the process."""
+    code = 1
+    try:
+        started = time.perf_counter()
+        _turn(grown.members, run)
+        await _trained(grown.members, last=run.setting.steps - 1)
+        row = row_of(run, grown.members, grown.watch)
+        measured = {
+            "seconds": time.perf_counter() - started,
+            "cpu_seconds": time.process_time(),
+            "beginning_cpu_seconds": prefix,
+        }
+        said = json.dumps({**row, **measured}).encode()
+        while said:
+            said = said[os.write(writing, said) :]
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+            sys.stderr.flush()
+        shutil.rmtree(Path.cwd(), ignore_errors=True)
+        os._exit(code)
+
+
+async def _grow(swarm: SimulatedSwarm, group: Group) -> Grown:
+    setting = group.setting
+    coordinator = await swarm.coordinate()
+    watch = Watch()
+    members: list[Member] = []
+    near = asyncio.Event()
     for stage in range(setting.stages):
         for replica in range(setting.replicas):
-            attacker = bad.get((stage, replica))
-            member = swarm.join(
-                f"s{stage}r{replica}",
-                stage=stage,
-                attack=attacker.drill if attacker is not None else "",
-                drill_from=run.cell.attack_from if attacker is not None else 0,
-            )
+            # Every node could play a drill, and waits for a step that does not come.
+            member = swarm.join(_name(stage, replica), stage=stage, attack=str(Attack.CONSTANT), drill_from=NEVER)
+            member.attack = ""
             watch.add(member)
-            members[member] = attacker
-    return members
+            members.append(member)
+            if stage == 0:
+                member.node.telemetry.losses = Noticed(
+                    lambda entry: near.set() if entry[0] >= group.attack_from - 2 else None
+                )
+    await asyncio.gather(*(_until(member, member.node.invited) for member in members))
+    # Training goes on without it, and it would ask everybody for their status again and again.
+    coordinator.node.stop()
+    await near.wait()
+    return Grown(swarm=swarm, members=members, watch=watch)
 
 
-async def _begun(member: Member) -> None:
-    """Wait until a node has read the manifest, or has ended."""
-    invited = asyncio.ensure_future(member.node.invited.wait())
-    await asyncio.wait({invited, member.task}, return_when=asyncio.FIRST_COMPLETED)
-    invited.cancel()
+def _turn(members: Sequence[Member], run: Run) -> None:
+    """Some nodes are attackers from now on."""
+    by_name = {member.name: member for member in members}
+    bad = {by_name[_name(attacker.stage, attacker.replica)]: attacker for attacker in attackers(run.cell, run.seed)}
+    partners = frozenset(member.peer for member, attacker in bad.items() if attacker.colluding)
+    for member, attacker in bad.items():
+        drill = member.node.drill
+        assert drill is not None, "every node of the arena can play one"
+        member.attack = attacker.drill
+        drill.plan = parse_drill(attacker.drill, run.cell.attack_from)
+        if attacker.colluding:
+            drill.partners = partners - {member.peer}
 
 
-def _fact(member: Member, members: list[Member], watch: _Watch, gone: set[str], ejected: set[str]) -> NodeFact:
-    assert member.stage is not None
-    stages = 1 + max(other.stage for other in members if other.stage is not None)
-    near = neighbouring_stages(member.stage, stages)
-    sides = [
-        [
-            other.node.guard.ledger.standing(member.peer).state
-            for other in members
-            if other.stage == stage and other.peer not in gone and other.node.guard is not None
-        ]
-        for stage in near
-    ]
-    states = [state for side in sides for state in side]
-    drill = member.node.drill
-    by = sum(state is PeerState.EJECTED for state in states)
-    return NodeFact(
-        attacker=bool(member.attack),
-        ejected=member.peer in ejected or 2 * by > len(states),
-        quarantined_by=sum(state in BARRED for state in states),
-        neighbours=len(states),
-        barred_on_one_side=any(2 * sum(state in BARRED for state in side) > len(side) > 0 for side in sides),
-        first_attack_step=drill.first_attack_step if drill is not None else None,
-        # Whom the swarm has ejected nobody has to quarantine any more.
-        quarantined_step=earliest(watch.step("quarantined", member.peer), watch.step("ejected", member.peer)),
-        ejected_step=watch.step("ejected", member.peer),
-        attacked_at_quarantine=earliest(
-            watch.attacked("quarantined", member.peer), watch.attacked("ejected", member.peer)
-        ),
-        attacked_at_ejection=watch.attacked("ejected", member.peer),
-    )
+async def _trained(members: Iterable[Member], *, last: int) -> None:
+    """Wait until every node has applied step ``last``, or has ended, and stage 0 knows its loss."""
+    await asyncio.gather(*(_trained_one(member, last) for member in members))
 
 
-def earliest(*values: int | None) -> int | None:
-    """The least of those that there are."""
-    return min((value for value in values if value is not None), default=None)
+async def _trained_one(member: Member, last: int) -> None:
+    done = asyncio.Event()
+    telemetry = member.node.telemetry
+
+    def look(_: object = None) -> None:
+        applied = bool(telemetry.digests) and telemetry.digests[-1][0] >= last
+        told = member.stage != 0 or (bool(telemetry.losses) and telemetry.losses[-1][0] >= last)
+        if applied and told:
+            done.set()
+
+    for name in ("digests", "losses"):
+        noticed = Noticed(look)
+        noticed.extend(getattr(telemetry, name))
+        setattr(telemetry, name, noticed)
+    look()
+    await _until(member, done)
 
 
-def _row(run: Run, members: list[Member], facts: list[NodeFact]) -> Row:
-    cell = run.cell
-    honest = [member for member in members if not member.attack]
-    bad = [fact for fact in facts if fact.attacker]
-    found = detection(facts, found=lambda fact: fact.detected)
-    expelled = detection(facts, found=lambda fact: fact.ejected)
-    isolated = detection(facts, found=lambda fact: fact.isolated)
-    losses = agreed_losses([list(member.node.telemetry.losses) for member in honest if member.stage == 0])
-    counters = [member.node.telemetry.counters for member in honest]
-    trained = sum(counter.microbatches for counter in counters)
-    honest_peers = {member.peer for member in honest}
-    struck = sum(
-        event.kind == "strike" and event.peer in honest_peers
-        for member in honest
-        for event in member.node.telemetry.events
-    )
-    computed = _seconds(honest, "forward") + _seconds(honest, "backward")
-    return {
-        "suite": cell.suite,
-        "cell": cell.name,
-        "attack": cell.attack,
-        "direction": cell.direction,
-        "stage_role": cell.stage_role,
-        "defence": run.defence,
-        "seed": run.seed,
-        "precision": found.precision,
-        "recall": found.recall,
-        "f1": found.f1,
-        "precision_ejected": expelled.precision,
-        "recall_ejected": expelled.recall,
-        "f1_ejected": expelled.f1,
-        "precision_isolated": isolated.precision,
-        "recall_isolated": isolated.recall,
-        "f1_isolated": isolated.f1,
-        "steps_to_quarantine": mean_delay(facts, lambda fact: fact.quarantined_step),
-        "steps_to_ejection": mean_delay(facts, lambda fact: fact.ejected_step),
-        "attacked_microbatches_to_quarantine": mean_of([fact.attacked_at_quarantine for fact in bad]),
-        "attacked_microbatches_to_ejection": mean_of([fact.attacked_at_ejection for fact in bad]),
-        # A microbatch brings a node a tensor from each side.
-        "honest_refused_share": struck / (2 * trained) if trained else 0.0,
-        "loss": final_loss(losses),
-        "losses": [round(loss, 4) for loss in losses],
-        "attackers": len(bad),
-        "attacked": sum(fact.first_attack_step is not None for fact in bad),
-        "ejected": sum(fact.ejected for fact in bad),
-        "quarantined": sum(fact.detected and not fact.ejected for fact in bad),
-        "honest_ejected": sum(fact.ejected for fact in facts if not fact.attacker),
-        "honest_detected": sum(fact.detected for fact in facts if not fact.attacker),
-        "audits": sum(counter.audits for counter in counters),
-        "extra_compute_share": _seconds(honest, "audit") / computed if computed else 0.0,
-        "check_share": _seconds(honest, "check") / computed if computed else 0.0,
-        "bytes_out": sum(member.node.telemetry.counters.bytes_out for member in members),
-        "microbatches_retried": sum(counter.retried for counter in counters),
-        "microbatches_lost": max((member.node.telemetry.counters.lost for member in honest), default=0),
-    }
+async def _until(member: Member, event: asyncio.Event) -> None:
+    """Wait for an event of a node, or for the node's end."""
+    waiting = asyncio.ensure_future(event.wait())
+    await asyncio.wait({waiting, member.task}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
 
 
-def _seconds(members: list[Member], phase: str) -> float:
-    values = (
-        member.node.metrics.registry.get_sample_value("sentinel_phase_seconds_total", {"phase": phase})
-        for member in members
-    )
-    return sum(value or 0.0 for value in values)
+def _name(stage: int, replica: int) -> str:
+    return f"s{stage}r{replica}"
