@@ -22,7 +22,7 @@ from protocol.messages import Hop
 from protocol.tensors import WireDtype, decode_tensor, encode_tensor, encoded_bytes
 from verifier.guards import check_tensor
 from verifier.sketch import Scratch, sketch
-from verifier.verdicts import Direction
+from verifier.verdicts import Direction, Reason
 
 SKETCH_TOLERANCE = 1e-3
 """Relative difference allowed between a signed sketch and the receiver's own of the same bytes: the
@@ -49,6 +49,8 @@ class Incoming:
     hop: bytes
     sketch: torch.Tensor
     input_sketch: torch.Tensor | None
+    rms: float = 0.0
+    """Root mean square of the entries."""
     input_from: str = ""
     """Who sent its sender that input, and..."""
     input_digest: bytes = b""
@@ -74,7 +76,6 @@ class Boundary:
         self._drill = drill
         self._num_stages = manifest.num_stages
         self._shape = manifest.activation_shape
-        self._norm_bound = manifest.verifier.norm_bound
         self._sketch_size = manifest.verifier.sketch_size
         self._scratch = Scratch()
         self._dtypes = {
@@ -140,14 +141,14 @@ class Boundary:
         """Decode a tensor and check that it is what its sender signed, with the hop that it must bring.
 
         Raises:
-            TensorError: wrong dtype, shape or size, not finite, or over the norm bound.
+            TensorError: wrong dtype, shape or size, or not finite.
             MessageError: kind "sketch"; a hop is missing, wrong, or not from whom it must be.
         """
         sender_stage = self._stage - 1 if direction is Direction.ACTIVATION else self._stage + 1
         tensor = self._decode(body, direction, dtype=dtype, shape=shape)
-        reason = check_tensor(tensor, shape=self._shape, dtype=torch.float32, norm_bound=self._norm_bound)
-        if reason is not None:
-            raise TensorError(f"a tensor from {sender[-8:]} breaks the guard {reason}", kind=reason.value)
+        size = check_tensor(tensor, shape=self._shape, dtype=torch.float32)
+        if isinstance(size, Reason):
+            raise TensorError(f"a tensor from {sender[-8:]} breaks the guard {size}", kind=size.value)
         opened = open_hop(
             hop,
             self._swarm,
@@ -170,6 +171,7 @@ class Boundary:
             raise MessageError("a tensor was made from another input than its hops say", kind="sketch")
         return Incoming(
             tensor=tensor,
+            rms=size,
             digest=digest,
             hop=hop,
             sketch=own,

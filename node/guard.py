@@ -163,7 +163,11 @@ class Guard:
         if self._config.mode == "off" or (self._drill is not None and self._drill.spares(sender, step)):
             return Judged(sender=sender, direction=direction, judgement=None)
         judgement = self._checkers[direction].judge(
-            incoming.tensor, step=step, sketch=incoming.sketch, input_sketch=incoming.input_sketch
+            incoming.tensor,
+            step=step,
+            sketch=incoming.sketch,
+            input_sketch=incoming.input_sketch,
+            rms=incoming.rms,
         )
         verdict = judgement.verdict
         key = (direction, step, microbatch)

@@ -290,7 +290,7 @@ class VerifierSection(Section):
         default=1e4,
         gt=0.0,
         le=1e30,
-        description="Largest root mean square of a received tensor; above it, the tensor is refused outright.",
+        description="Largest root mean square of a received tensor; one above it is flagged, even during the warm-up.",
     )
     sketch_size: int = Field(
         default=512,

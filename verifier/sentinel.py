@@ -88,7 +88,7 @@ class Observation:
 
     step: int
     reduction: Reduction | None
-    """None in mode ``off``."""
+    """None in mode ``off``, and for a tensor over the norm bound, of which nothing is learnt even if it is right."""
 
     values: Mapping[Reason, float]
     """Raw statistics, before any fence."""
@@ -139,8 +139,13 @@ class BoundaryChecker:
         """Whether the baseline is still being built."""
         return self._folded_steps < self._config.warmup_steps or not self._fences[Reason.L1].ready
 
-    def judge(self, tensor: Tensor, *, step: int, sketch: Tensor | None, input_sketch: Tensor | None) -> Judgement:
+    def judge(
+        self, tensor: Tensor, *, step: int, sketch: Tensor | None, input_sketch: Tensor | None, rms: float = 0.0
+    ) -> Judgement:
         """Judge a tensor [B, T, d] that has passed the guards. Changes nothing.
+
+        ``rms`` is the root mean square of its entries. Over the norm bound it is flagged, even during the warm-up.
+        It is a flag and no guard, since an honest peer sends such a gradient where its input was near zero.
 
         ``sketch`` is that of the tensor, ``input_sketch`` that of what its sender received for the same
         microbatch, signed by *its* sender; without both (the sender sits at an end of the pipeline), or
@@ -152,7 +157,20 @@ class BoundaryChecker:
                 verdict=Verdict(accepted=True),
                 observation=Observation(step=step, reduction=None, values={}, flagged=False),
             )
+        if rms > self._config.norm_bound:
+            return self._oversize(step, rms)
         return self.judge_reduced(self.reduce(tensor), step=step, sketch=sketch, input_sketch=input_sketch)
+
+    def _oversize(self, step: int, rms: float) -> Judgement:
+        return Judgement(
+            verdict=Verdict(
+                accepted=False,
+                reasons=(Reason.NORM,),
+                scores={str(Reason.NORM): rms / self._config.norm_bound},
+                warming_up=self.warming_up,
+            ),
+            observation=Observation(step=step, reduction=None, values={}, flagged=True),
+        )
 
     def reduce(self, tensor: Tensor) -> Reduction:
         """All that the distances need of a tensor [B, T, d]."""

@@ -67,8 +67,8 @@ class TestCells:
         cells = suite_cells("paper")
         assert (PAPER.stages * PAPER.replicas, PAPER.attackers / PAPER.replicas) == (128, 0.375)
         found = {(cell.attack, cell.direction) for cell in cells if cell.drill}
-        attacks = [*map(str, PAPER_ATTACKS), "mixed"]
-        assert found == {(attack, way) for attack in attacks for way in ("activation", "gradient", "both")}
+        each = {(str(attack), way) for attack in PAPER_ATTACKS for way in ("activation", "gradient", "both")}
+        assert found == each | {("mixed", "both")}
         assert all(cell.attacked_stages == range(1, 15) for cell in cells if cell.drill)
 
     @pytest.mark.parametrize("suite", SUITES)

@@ -118,6 +118,12 @@ def with_a_liar() -> Course:
 
 
 @functools.cache
+def with_zeros_in_the_warm_up() -> Course:
+    """Zeros make everything below compute huge gradients, honestly. No audit but what a flag calls for."""
+    return train({"s0r2": "constant"}, audit_rate=1e-9, norm_bound=1.0)
+
+
+@functools.cache
 def without_audits() -> Course:
     return train({}, audit_rate=0.0)
 
@@ -198,3 +204,10 @@ def test_without_audits_nobody_is_asked_and_nothing_is_kept() -> None:
         assert member.node.trainer._history._before is None  # no second copy of the parameters
         assert len(member.node.telemetry.losses) == STEPS
     assert set(course.outcomes.values()) == {None} and course.named("ejected") == set()
+
+
+def test_nobody_is_blamed_for_a_huge_gradient_that_is_right() -> None:
+    course = with_zeros_in_the_warm_up()
+    assert course.total("flags_total", reason="norm", direction="gradient") > 0, "no gradient was over the bound"
+    assert course.named("strike") == course.named("quarantined") == course.named("ejected") == set()
+    assert sum(member.node.telemetry.counters.lost for member in course.honest) == 0

@@ -293,3 +293,24 @@ def test_every_statistic_has_a_fence_in_both_directions() -> None:
     expected = {Reason(name) for name in (*STATISTICS, "continuity", "gain")}
     for direction in Direction:
         assert set(FENCING[direction]) == expected
+
+
+@pytest.mark.parametrize("steps", [0, 40])
+def test_a_tensor_over_the_norm_bound_is_flagged_in_and_after_the_warm_up_and_teaches_nothing(steps: int) -> None:
+    checker = make(norm_bound=10.0)
+    run(checker, steps)
+    before = checker.baseline()
+    judgement = checker.judge(tensor(1), step=steps, sketch=None, input_sketch=None, rms=10.1)
+    assert judgement.verdict.reasons == (Reason.NORM,)
+    assert judgement.verdict.scores == {"norm": pytest.approx(1.01)}
+    with pytest.raises(ValueError, match="flagged"):
+        checker.accept(judgement.observation)
+    checker.accept(judgement.observation, confirmed=True)
+    checker.end_step(steps)
+    assert checker.baseline() is before
+    assert checker.judge(tensor(1), step=steps + 1, sketch=None, input_sketch=None, rms=10.0).verdict.accepted
+
+
+def test_without_a_checker_a_large_tensor_passes() -> None:
+    checker = make(mode="off", norm_bound=10.0)
+    assert checker.judge(tensor(1), step=0, sketch=None, input_sketch=None, rms=1e9).verdict.accepted
