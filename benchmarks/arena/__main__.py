@@ -84,9 +84,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run_group(wanted: Sequence[Run], seconds: float) -> int:
     """In a child: run one group, and print a line of JSON for each of its runs."""
-    from benchmarks.arena.forking import StoppableClock  # the parent does without all of this
+    from benchmarks.arena.forking import WorkClock  # the parent does without all of this
 
-    clock = StoppableClock().install()
+    clock = WorkClock().install()
     from benchmarks.arena.swarm import run_group
 
     def tell(run: Run, outcome: Row | str) -> None:

@@ -2,7 +2,7 @@
 
 The child goes on with the very tasks, nodes and tensors that the parent had at that moment. What the kernel shares
 between the two is made anew (the selector), what threads would own is not there (the executor computes at once), and
-clocks do not count the time in which the parent stood still.
+clocks count only the time in which this process works.
 """
 
 from __future__ import annotations
@@ -21,39 +21,54 @@ from typing import Any, Self
 READ_BYTES = 1 << 16
 
 
-class StoppableClock:
-    """``time.time`` and ``time.monotonic`` less the time in which this process waited for its forks.
+class WorkClock:
+    """``time.time`` and ``time.monotonic`` in which only this process's own work counts.
 
-    To be put in place before anything keeps a reference to the originals: nodes compare moments before the fork
-    with moments after it.
+    They advance while it computes, and while its event loop waits for something (:class:`ForkableSelector` says so);
+    not while it waits for its forks, nor while other processes have the CPU. So a busy machine makes a run longer and
+    changes nothing in it: no node seems silent because its process was not run. For processes of one thread. To be put
+    in place before anything keeps a reference to the originals: nodes compare moments before the fork with moments
+    after it.
     """
 
     def __init__(self) -> None:
         self._real = {"time": time.time, "monotonic": time.monotonic}
-        self._stood_still = 0.0
-        self._since: float | None = None
+        self._start = {name: clock() for name, clock in self._real.items()}
+        self._counted = 0.0
+        self._since: float | None = time.process_time()
 
     def install(self) -> Self:
         """Replace the two clocks of the ``time`` module."""
-        time.time = lambda: self._real["time"]() - self._stood_still
-        time.monotonic = lambda: self._real["monotonic"]() - self._stood_still
+        time.time = lambda: self._start["time"] + self._passed()
+        time.monotonic = lambda: self._start["monotonic"] + self._passed()
         return self
 
     def stop(self) -> None:
         """From now on time does not count."""
-        self._since = self._real["monotonic"]()
+        self._counted = self._passed()
+        self._since = None
 
     def go_on(self) -> None:
-        """Time counts again."""
-        assert self._since is not None, "stop() comes first"
-        self._stood_still += self._real["monotonic"]() - self._since
-        self._since = None
+        """Time counts again. In a fork too, whose CPU time begins anew."""
+        assert self._since is None, "stop() comes first"
+        self._since = time.process_time()
+
+    def waited(self, seconds: float) -> None:
+        """Count time in which the event loop had nothing to do."""
+        self._counted += seconds
+
+    def _passed(self) -> float:
+        return self._counted + (0.0 if self._since is None else time.process_time() - self._since)
 
 
 class ForkableSelector(selectors.BaseSelector):
-    """The platform's selector, which a child can make anew: an epoll or kqueue is shared across a fork."""
+    """The platform's selector, which a child can make anew: an epoll or kqueue is shared across a fork.
 
-    def __init__(self) -> None:
+    ``clock`` is told how long it waited, at most as long as it was asked to: what is longer was another process's.
+    """
+
+    def __init__(self, clock: WorkClock) -> None:
+        self._clock = clock
         self._inner = selectors.DefaultSelector()
 
     def renew(self) -> None:
@@ -78,7 +93,13 @@ class ForkableSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """As the platform's."""
-        return self._inner.select(timeout)
+        if timeout is not None and timeout <= 0:
+            return self._inner.select(timeout)
+        began = time.perf_counter()
+        ready = self._inner.select(timeout)
+        waited = time.perf_counter() - began
+        self._clock.waited(waited if timeout is None else min(waited, timeout))
+        return ready
 
     def close(self) -> None:
         """As the platform's."""
@@ -105,8 +126,8 @@ class InlineExecutor(ThreadPoolExecutor):
 class ForkableLoop(asyncio.SelectorEventLoop):
     """An event loop for a process that forks inside of one of its callbacks."""
 
-    def __init__(self) -> None:
-        self._forkable = ForkableSelector()
+    def __init__(self, clock: WorkClock) -> None:
+        self._forkable = ForkableSelector(clock)
         super().__init__(self._forkable)
         self.set_default_executor(InlineExecutor())
 

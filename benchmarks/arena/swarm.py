@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.arena.cells import DEFENCES, Group, Run, attackers
-from benchmarks.arena.forking import ForkableLoop, StoppableClock, forked
+from benchmarks.arena.forking import ForkableLoop, WorkClock, forked
 from benchmarks.arena.measure import Noticed, Watch, row_of
 from benchmarks.arena.score import Row
 from node.drill import parse_drill
@@ -97,7 +97,7 @@ class Grown:
     watch: Watch
 
 
-def run_group(group: Group, *, clock: StoppableClock, seconds: float, tell: Callable[[Run, Row | str], None]) -> None:
+def run_group(group: Group, *, clock: WorkClock, seconds: float, tell: Callable[[Run, Row | str], None]) -> None:
     """Run every run of a group, one after the other, and ``tell`` each one's row, or why there is none.
 
     Must be the only work of this process, which has one thread. ``clock`` must have been installed before anything
@@ -108,7 +108,7 @@ def run_group(group: Group, *, clock: StoppableClock, seconds: float, tell: Call
     """
     torch.set_num_threads(1)
     gc.disable()  # a swarm has millions of live objects, and looking through them again and again costs a sixth
-    loop = ForkableLoop()
+    loop = ForkableLoop(clock)
     with (
         tempfile.TemporaryDirectory(prefix="sentinel-arena-") as folder,
         asyncio.Runner(loop_factory=lambda: loop) as runner,
@@ -118,7 +118,7 @@ def run_group(group: Group, *, clock: StoppableClock, seconds: float, tell: Call
 
 
 async def _run_group(
-    group: Group, loop: ForkableLoop, clock: StoppableClock, seconds: float, tell: Callable[[Run, Row | str], None]
+    group: Group, loop: ForkableLoop, clock: WorkClock, seconds: float, tell: Callable[[Run, Row | str], None]
 ) -> None:
     began = time.process_time()
     async with simulated(Path("nodes"), manifest_of(group), inline=True) as swarm:
@@ -141,7 +141,7 @@ async def _run_group(
         os._exit(0)
 
 
-def _settle(loop: ForkableLoop, clock: StoppableClock) -> None:
+def _settle(loop: ForkableLoop, clock: WorkClock) -> None:
     """Make a fork independent of its parent."""
     clock.go_on()
     loop.renew()

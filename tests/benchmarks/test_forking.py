@@ -14,20 +14,20 @@ from benchmarks.arena.cells import DEFENCES, Group, groups, runs, suite_cells
 
 
 def run_script(body: str) -> Any:
-    """Run in a process of its own, with a stoppable clock and a forkable loop; its last line is JSON."""
+    """Run in a process of its own, with a work clock and a forkable loop; its last line is JSON."""
     script = (
         textwrap.dedent(
             """
             import time
-            from benchmarks.arena.forking import ForkableLoop, StoppableClock, forked
-            clock = StoppableClock().install()
+            from benchmarks.arena.forking import ForkableLoop, WorkClock, forked
+            clock = WorkClock().install()
             import asyncio, json, os
             """
         )
         + textwrap.dedent(body)
         + textwrap.dedent(
             """
-            loop = ForkableLoop()
+            loop = ForkableLoop(clock)
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 print(json.dumps(runner.run(main(loop))))
             """
@@ -89,6 +89,32 @@ def test_time_stands_still_while_the_parent_waits() -> None:
         """
     )
     assert waited >= 0.5 > counted
+
+
+def test_time_passes_with_computing_and_with_timers_and_not_while_others_have_the_cpu() -> None:
+    slept, computed, stopped, real = run_script(
+        """
+        import signal, subprocess, sys
+
+        async def main(loop):
+            began = time.monotonic()
+            await asyncio.sleep(0.3)
+            slept = time.monotonic() - began
+            began, used = time.monotonic(), time.process_time()
+            while time.process_time() - used < 0.3:
+                pass
+            computed = time.monotonic() - began
+            # Stopped by another process, which lets it go on after a time: as if that one had had the CPU.
+            other = subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 1; kill -CONT {os.getpid()}"])
+            began, real = time.monotonic(), time.perf_counter()
+            while time.perf_counter() - real < 1:
+                pass
+            other.wait()
+            return [slept, computed, time.monotonic() - began, time.perf_counter() - real]
+        """
+    )
+    assert 0.29 <= slept < 0.6 and 0.29 <= computed < 0.6
+    assert stopped < real - 0.5
 
 
 @pytest.mark.parametrize(
