@@ -1,7 +1,7 @@
 """One step's averaging with the siblings of this node's stage: all of them commit, or none.
 
 Three phases. *Join*: siblings announce the same set of members. *Parts*: each member owns a
-slice, gets everyone's gradient sums of it and answers with the mean (a butterfly). *Commit*:
+slice, gets everyone's gradient sums of it and answers with the aggregate (``butterfly``). *Commit*:
 members compare the digest of the whole aggregate. Whoever misses a phase asks a member that
 has committed for the aggregate; whoever dies costs the others one more attempt.
 """
@@ -12,10 +12,11 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from node.butterfly import Butterfly, Contribution, flat
 from node.rounds import (
     Announcement,
     Members,
@@ -25,22 +26,19 @@ from node.rounds import (
     joinable,
     majority_digest,
     next_attempt,
-    reduce_slice,
     settle_members,
-    slice_bounds,
 )
-from protocol.errors import LocalError, MessageError, RefusedError, RemoteError, SentinelError
+from protocol.errors import LocalError, MessageError, RefusedError, SentinelError
 from protocol.fields import decode, encode
 from protocol.messages import (
     Aggregate,
     AggregateAnswer,
     Method,
-    Part,
     RoundAnswer,
     RoundCommit,
     RoundJoin,
 )
-from protocol.tensors import WireDtype, decode_tensor, encode_tensor
+from protocol.tensors import WireDtype, encode_tensor
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
 
@@ -59,18 +57,6 @@ MAX_ATTEMPTS = 8
 MAX_FOLLOWED_ATTEMPT = 2 * MAX_ATTEMPTS
 """No sibling that keeps to the rules gets further; a number above it must not drag the others along."""
 
-RoundKey = tuple[int, int, Members]
-
-
-@dataclass(slots=True)
-class Gathering:
-    """The slice that this node owns in one attempt: parts as they arrive, then the mean."""
-
-    opener: str
-    """Who made this node keep it."""
-    parts: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    reduced: torch.Tensor | None = None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
@@ -84,16 +70,6 @@ class Committed:
     """The step that the sibling was in that gave this aggregate; 0 where it was made here."""
     fetched: bool = False
     """Whether a sibling gave it, after this node missed a phase."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contribution:
-    """What this node brings: its gradient sum, float32 [parameters], and how many microbatches it is of."""
-
-    step: int
-    gradient: torch.Tensor
-    microbatches: int
-    parameters: bytes
 
 
 class Averager:
@@ -125,16 +101,27 @@ class Averager:
         self._hop_seconds = hop_seconds
         self._announced: dict[int, dict[str, Announcement]] = {}
         self._commits: dict[tuple[int, int], dict[str, bytes]] = {}
-        self._gatherings: dict[RoundKey, Gathering] = {}
         self._log: OrderedDict[int, Committed] = OrderedDict()
         self._step = -1
         self._on_failed_round = on_failed_round
         self.rounds_failed = 0
-        body_limit = 4 * (parameters + 1)
         transport.serve(Method.ROUND_JOIN, Route(handler=self._serve_join, admits=is_sibling))
         transport.serve(Method.ROUND_COMMIT, Route(handler=self._serve_commit, admits=is_sibling))
-        transport.serve(Method.PART, Route(handler=self._serve_part, body_limit=body_limit, admits=is_sibling))
         transport.serve(Method.AGGREGATE, Route(handler=self._serve_aggregate, admits=is_sibling))
+        self._butterfly = Butterfly(
+            me=me,
+            transport=transport,
+            length=parameters,
+            wait_until=wait_until,
+            notify=notify,
+            check_round=self._check_round,
+            is_sibling=is_sibling,
+            hop_seconds=hop_seconds,
+        )
+
+    async def close(self) -> None:
+        """Stop what is under way."""
+        await self._butterfly.close()
 
     def stand_at(self, step: int) -> None:
         """Take part in the averaging of this step next."""
@@ -151,8 +138,7 @@ class Averager:
             del self._announced[step]
         for key in [key for key in self._commits if key[0] <= committed.step]:
             del self._commits[key]
-        for gathering_key in [key for key in self._gatherings if key[0] <= committed.step]:
-            del self._gatherings[gathering_key]
+        self._butterfly.forget(committed.step)
         self._notify()
 
     # the round -----------------------------------------------------------------------
@@ -172,7 +158,10 @@ class Averager:
                 return joined
             members, attempt = joined
             try:
-                mean, microbatches = await self._exchange(contribution, members, attempt)
+                mean = await self._butterfly.exchange(contribution, members, attempt)
+                announced = self._announced[step]
+                others = sum(announced[peer].microbatches for peer in members if peer != self._me)
+                microbatches = others + contribution.microbatches
                 committed = await self._commit(step, attempt, members, mean, microbatches)
             except SentinelError as error:
                 log.warning("averaging of step %d, attempt %d failed, trying again: %s", step, attempt, error)
@@ -293,45 +282,6 @@ class Averager:
             log.warning("%s", error)
             return None
 
-    async def _exchange(self, contribution: Contribution, members: Members, attempt: int) -> tuple[torch.Tensor, int]:
-        """The butterfly: returns the mean over all members' microbatches, and how many they are."""
-        bounds = slice_bounds(self._length, len(members))
-        step = contribution.step
-        own_index = members.index(self._me)
-        key = (step, attempt, members)
-        gathering = self._gathering(key, self._me)
-        start, end = bounds[own_index]
-        self._add_part(gathering, self._me, contribution.gradient[start:end], contribution.microbatches)
-        mean = torch.empty(self._length)
-        message = Part(step=step, attempt=attempt, members=members, microbatches=contribution.microbatches)
-
-        async def trade(index: int) -> None:
-            low, high = bounds[index]
-            if index == own_index:
-                mean[low:high] = await self._reduced(key, gathering)
-                return
-            response = await self._transport.call(
-                members[index],
-                Method.PART,
-                message,
-                encode_tensor(contribution.gradient[low:high], WireDtype.FP32),
-                timeout=2 * self._hop_seconds,
-                reply_limit=4 * (high - low),
-            )
-            try:
-                mean[low:high] = _finite(_flat(response.data, high - low), members[index])
-            except RemoteError as error:
-                self._transport.observer.remote_error(members[index], error)
-                raise
-
-        results = await asyncio.gather(*map(trade, range(len(members))), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        announced = self._announced[step]
-        others = sum(announced[peer].microbatches for peer in members if peer != self._me)
-        return mean, others + contribution.microbatches
-
     async def _commit(
         self, step: int, attempt: int, members: Members, mean: torch.Tensor, microbatches: int
     ) -> Committed | None:
@@ -393,7 +343,7 @@ class Averager:
                     reply_limit=4 * self._length,
                 )
                 answer = decode(AggregateAnswer, response.head)
-                mean = _flat(response.data, self._length)
+                mean = flat(response.data, self._length)
                 digest = aggregate_digest(memoryview(response.data), answer.microbatches)
                 if digest != answer.digest or (want is not None and digest != want):
                     raise MessageError("the aggregate does not match its digest", kind="digest")
@@ -437,21 +387,6 @@ class Averager:
         self._notify()
         return Response(head=encode(RoundAnswer(committed=False)))
 
-    async def _serve_part(self, request: Request) -> Response:
-        message = decode(Part, request.head)
-        self._check_round(message.step, message.attempt)
-        if self._me not in message.members or request.peer not in message.members:
-            raise MessageError("a part came for a round without its sender or receiver", kind="round")
-        bounds = slice_bounds(self._length, len(message.members))
-        start, end = bounds[message.members.index(self._me)]
-        key = (message.step, message.attempt, message.members)
-        gathering = self._gathering(key, request.peer)
-        if request.peer in gathering.parts:
-            raise MessageError("a part came twice", kind="repeated")
-        self._add_part(gathering, request.peer, _flat(request.body, end - start), message.microbatches)
-        reduced = await self._reduced(key, gathering)
-        return Response(body=encode_tensor(reduced, WireDtype.FP32))
-
     async def _serve_aggregate(self, request: Request) -> Response:
         message = decode(Aggregate, request.head)
         if message.step not in self._log and message.step < self._step:
@@ -477,47 +412,3 @@ class Averager:
             raise RefusedError(f"step {step} is not the present one ({self._step})", kind="wrong_step")
         if attempt > MAX_FOLLOWED_ATTEMPT + MAX_ATTEMPTS:
             raise MessageError(f"no round has {attempt} attempts", kind="attempt")
-
-    def _gathering(self, key: RoundKey, opener: str) -> Gathering:
-        gathering = self._gatherings.get(key)
-        if gathering is None:
-            opened = sum(known.opener == opener for known in self._gatherings.values())
-            if opener != self._me and opened >= 2 * MAX_ATTEMPTS:
-                raise RefusedError("too many rounds are open", kind="busy")
-            gathering = self._gatherings[key] = Gathering(opener=opener)
-        return gathering
-
-    def _add_part(self, gathering: Gathering, peer: str, part: torch.Tensor, microbatches: int) -> None:
-        gathering.parts[peer] = (_finite(part, peer), microbatches)
-        self._notify()
-
-    async def _reduced(self, key: RoundKey, gathering: Gathering) -> torch.Tensor:
-        members = key[2]
-        complete = await self._wait_until(
-            lambda: all(member in gathering.parts for member in members), self._hop_seconds
-        )
-        if not complete:
-            missing = [peer[-8:] for peer in members if peer not in gathering.parts]
-            raise RefusedError(f"no part came from {', '.join(missing)}", kind="incomplete")
-        if gathering.reduced is None:
-            gathering.reduced = reduce_slice(
-                [gathering.parts[member][0] for member in members],
-                [gathering.parts[member][1] for member in members],
-            )
-        return gathering.reduced
-
-
-def _finite(part: torch.Tensor, peer: str) -> torch.Tensor:
-    if not torch.isfinite(part).all():
-        raise RemoteError(f"what came from sibling {peer[-8:]} holds values that are not finite", kind="non_finite")
-    return part
-
-
-def _flat(body: object, length: int) -> torch.Tensor:
-    return decode_tensor(
-        body,  # type: ignore[arg-type]
-        dtype=WireDtype.FP32.value,
-        shape=(length,),
-        expected_dtype=WireDtype.FP32,
-        expected_shape=(length,),
-    )

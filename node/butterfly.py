@@ -1,0 +1,211 @@
+"""The exchange of an averaging round: every member reduces one slice of the vector for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVarTuple
+
+import torch
+
+from node.rounds import Members, reduce_slice, slice_bounds
+from protocol.errors import MessageError, RefusedError, RemoteError
+from protocol.fields import decode
+from protocol.messages import Method, Part
+from protocol.tensors import WireDtype, decode_tensor, encode_tensor
+from protocol.transports.base import Request, Response, Route
+from protocol.transports.sessions import Transport
+
+MAX_OPEN = 16
+"""Slices that one member may have this node keep at a time."""
+
+INLINE_ENTRIES = 1 << 18
+"""Larger reductions are done in a thread, so that the event loop goes on answering."""
+
+RoundKey = tuple[int, int, Members]
+Ts = TypeVarTuple("Ts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What this node brings: its gradient sum, float32 [parameters], and how many microbatches it is of."""
+
+    step: int
+    gradient: torch.Tensor
+    microbatches: int
+    parameters: bytes
+
+
+@dataclass(slots=True)
+class Gathering:
+    """The slice that this node owns in one attempt: parts as they arrive, then the aggregate."""
+
+    opener: str
+    """Who made this node keep it."""
+    parts: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    reducing: asyncio.Task[torch.Tensor] | None = None
+
+
+class Butterfly:
+    """The slices that one node owns, and its part in the others'."""
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        transport: Transport,
+        length: int,
+        wait_until: Callable[[Callable[[], bool], float | None], Awaitable[bool]],
+        notify: Callable[[], None],
+        check_round: Callable[[int, int], None],
+        is_sibling: Callable[[str], bool],
+        hop_seconds: float,
+    ) -> None:
+        """``check_round(step, attempt)`` raises for rounds that must not be prepared."""
+        self._me = me
+        self._transport = transport
+        self._length = length
+        self._wait_until = wait_until
+        self._notify = notify
+        self._check_round = check_round
+        self._hop_seconds = hop_seconds
+        self._gatherings: dict[RoundKey, Gathering] = {}
+        body_limit = 4 * (length + 1)
+        transport.serve(Method.PART, Route(handler=self._serve_part, body_limit=body_limit, admits=is_sibling))
+
+    def forget(self, step: int) -> None:
+        """Drop what is kept of rounds up to this step."""
+        for key in [key for key in self._gatherings if key[0] <= step]:
+            del self._gatherings[key]
+
+    async def close(self) -> None:
+        """Stop what is under way."""
+        tasks = [gathering.reducing for gathering in self._gatherings.values() if gathering.reducing is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def exchange(self, contribution: Contribution, members: Members, attempt: int) -> torch.Tensor:
+        """Trade slices with all members; returns the aggregate, float32 [parameters].
+
+        Raises:
+            SentinelError: a member did not answer, or not with what it should have.
+        """
+        bounds = slice_bounds(self._length, len(members))
+        key = (contribution.step, attempt, members)
+        gathering = self._gathering(key, self._me)
+        own = members.index(self._me)
+        gradient, count = contribution.gradient, contribution.microbatches
+        self._add_part(gathering, self._me, gradient[slice(*bounds[own])], count)
+        aggregate = torch.empty(self._length)
+        message = Part(step=contribution.step, attempt=attempt, members=members, microbatches=count)
+
+        async def trade(index: int) -> None:
+            low, high = bounds[index]
+            if index == own:
+                aggregate[low:high] = await self._reduced(key, gathering)
+                return
+            response = await self._transport.call(
+                members[index],
+                Method.PART,
+                message,
+                encode_tensor(gradient[low:high], WireDtype.FP32),
+                timeout=2 * self._hop_seconds,
+                reply_limit=4 * (high - low),
+            )
+            try:
+                aggregate[low:high] = finite(flat(response.data, high - low), members[index])
+            except RemoteError as error:
+                self._transport.observer.remote_error(members[index], error)
+                raise
+
+        results = await asyncio.gather(*map(trade, range(len(members))), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return aggregate
+
+    # the slice that this node owns ---------------------------------------------------
+
+    def _gathering(self, key: RoundKey, opener: str) -> Gathering:
+        gathering = self._gatherings.get(key)
+        if gathering is None:
+            opened = sum(known.opener == opener for known in self._gatherings.values())
+            if opener != self._me and opened >= MAX_OPEN:
+                raise RefusedError("too many rounds are open", kind="busy")
+            gathering = self._gatherings[key] = Gathering(opener=opener)
+        return gathering
+
+    def _add_part(self, gathering: Gathering, peer: str, part: torch.Tensor, microbatches: int) -> None:
+        gathering.parts[peer] = (finite(part, peer), microbatches)
+        self._notify()
+
+    async def _reduced(self, key: RoundKey, gathering: Gathering) -> torch.Tensor:
+        """The aggregate of this node's slice; whoever asks first has it made, and the others wait for it."""
+        if gathering.reducing is None:
+            gathering.reducing = asyncio.get_running_loop().create_task(self._reduce(key, gathering))
+            # Whoever waited may be gone by the time that it fails.
+            gathering.reducing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(gathering.reducing)
+
+    async def _reduce(self, key: RoundKey, gathering: Gathering) -> torch.Tensor:
+        members = key[2]
+        complete = await self._wait_until(
+            lambda: all(member in gathering.parts for member in members), self._hop_seconds
+        )
+        if not complete:
+            missing = [peer[-8:] for peer in members if peer not in gathering.parts]
+            raise RefusedError(f"no part came from {', '.join(missing)}", kind="incomplete")
+        parts, counts = zip(*(gathering.parts[member] for member in members), strict=True)
+        return await _computed(self._length, reduce_slice, parts, counts)
+
+    # answering -----------------------------------------------------------------------
+
+    async def _serve_part(self, request: Request) -> Response:
+        message = decode(Part, request.head)
+        key, bounds = self._round(message, request.peer)
+        start, end = bounds[message.members.index(self._me)]
+        gathering = self._gathering(key, request.peer)
+        if request.peer in gathering.parts:
+            raise MessageError("a part came twice", kind="repeated")
+        self._add_part(gathering, request.peer, flat(request.body, end - start), message.microbatches)
+        reduced = await self._reduced(key, gathering)
+        return Response(body=encode_tensor(reduced, WireDtype.FP32))
+
+    def _round(self, message: Part, peer: str) -> tuple[RoundKey, list[tuple[int, int]]]:
+        self._check_round(message.step, message.attempt)
+        if self._me not in message.members or peer not in message.members:
+            raise MessageError("a part came for a round without its sender or receiver", kind="round")
+        return (message.step, message.attempt, message.members), slice_bounds(self._length, len(message.members))
+
+
+async def _computed(entries: int, compute: Callable[[*Ts], torch.Tensor], *args: *Ts) -> torch.Tensor:
+    """The result of a computation over so many entries, made in a thread if they are many."""
+    return compute(*args) if entries <= INLINE_ENTRIES else await asyncio.to_thread(compute, *args)
+
+
+def finite(part: torch.Tensor, peer: str) -> torch.Tensor:
+    """The part, if all of its values are finite.
+
+    Raises:
+        RemoteError: kind "non_finite".
+    """
+    if not torch.isfinite(part).all():
+        raise RemoteError(f"what came from sibling {peer[-8:]} holds values that are not finite", kind="non_finite")
+    return part
+
+
+def flat(body: object, length: int) -> torch.Tensor:
+    """Decode a float32 [length].
+
+    Raises:
+        TensorError: the body is of another size.
+    """
+    return decode_tensor(
+        body,  # type: ignore[arg-type]
+        dtype=WireDtype.FP32.value,
+        shape=(length,),
+        expected_dtype=WireDtype.FP32,
+        expected_shape=(length,),
+    )
