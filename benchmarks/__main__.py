@@ -1,7 +1,7 @@
 """Runs the benchmarks: ``python -m benchmarks [NAME ...]``, one JSON line each.
 
 Those that take minutes are programs of their own: ``python -m benchmarks.drills``, ``.honest``, ``.cost``,
-``.settings`` and ``.arena``.
+``.settings``, ``.churn``, ``.joining`` and ``.arena``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-PROGRAMS = {"cost", "drills", "honest", "settings"}
+PROGRAMS = {"churn", "cost", "drills", "honest", "joining", "settings"}
 """Modules with a ``main`` instead of a ``run``."""
 
 

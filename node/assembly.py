@@ -10,6 +10,8 @@ import torch
 
 from node.auditor import Auditor
 from node.boundary import Boundary
+from node.checkpointer import Checkpointer
+from node.checkpoints import CheckpointError
 from node.data import TokenStream
 from node.device import autocast_dtype
 from node.digest import parameter_digest
@@ -23,7 +25,8 @@ from node.model import StageModule
 from node.optimizer import StepOptimizer
 from node.pipeline import Pipeline
 from node.replay import Replayer
-from node.stage import StageRunner
+from node.snapshot import StageState
+from node.stage import StageError, StageRunner
 from node.telemetry import Telemetry
 from node.trainer import Trainer
 from node.worker import ComputeWorker
@@ -59,21 +62,36 @@ async def assemble(
     guard: Guard,
     worker: ComputeWorker,
     telemetry: Telemetry,
+    checkpointer: Checkpointer,
+    start: StageState | None,
     drill: Drill | None,
     data: TokenStream | None,
     set_state: Callable[[NodeState, str], None],
     publish: Callable[[bytes, Verdict], None],
 ) -> StageParts:
-    """Build the parts of a stage; ``data`` is needed at stage 0, ``publish`` tells the swarm of a verdict."""
+    """Build the parts of a stage, all of which stand at one step before any of them can be asked.
+
+    Args:
+        start: a state to go on from; None for the stage's first parameters.
+        data: needed at stage 0.
+        publish: tells the swarm of a verdict.
+
+    Raises:
+        CheckpointError: the state does not fit this software.
+    """
 
     def runner_of(place: int) -> StageRunner:
         module = StageModule(manifest.model, manifest.stages.layers_per_stage, place)
         return StageRunner(module, device, autocast_dtype(device, manifest.wire))
 
     runner = await asyncio.to_thread(runner_of, stage)
+    optimizer = StepOptimizer(runner.layout, manifest.training)
+    if start is not None:
+        await asyncio.to_thread(_load, runner, optimizer, start)
     audits = manifest.verifier.audits
     digest = await asyncio.to_thread(parameter_digest, runner.flat_parameters())
     history = ParameterHistory(runner, digest=digest, keep=audits)
+    history.replaced(0 if start is None else start.step, digest)
     evidence = EvidenceStore(keep=audits)
     auditor = Auditor(
         identity=identity,
@@ -126,12 +144,24 @@ async def assemble(
         guard=guard,
         pipeline=pipeline,
         runner=runner,
-        optimizer=StepOptimizer(runner.layout, manifest.training),
+        optimizer=optimizer,
         worker=worker,
         telemetry=telemetry,
         history=history,
         data=data,
         set_state=set_state,
+        checkpointer=checkpointer,
         drill=drill,
     )
     return StageParts(trainer=trainer, pipeline=pipeline, auditor=auditor, juror=juror)
+
+
+def _load(runner: StageRunner, optimizer: StepOptimizer, state: StageState) -> None:
+    try:
+        runner.load_flat(state.parameters)
+        optimizer.load(state.optimizer)
+    except (StageError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} does not fit this software: {error}; use the one that wrote it, or"
+            " move the folder checkpoints/ away"
+        ) from None

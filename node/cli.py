@@ -218,6 +218,13 @@ def coordinate(path: Path, **options: Any) -> None:
     f"gradient- or both- before it; {', '.join(CONDUCT_ATTACKS)}.",
 )
 @_option("--drill-from", type=click.IntRange(0), default=0, help="Step at which the attack begins.")
+@_option(
+    "--checkpoints",
+    envvar="SENTINEL_CHECKPOINTS",
+    type=click.IntRange(0, 1000),
+    default=2,
+    help="Newest checkpoints of the stage to keep in the state folder; 0 writes none.",
+)
 @_option("--exit-when-done", is_flag=True, help="Leave after the last step instead of holding the model.")
 def join(invite: str | None, **options: Any) -> None:
     """Join a swarm with an invite, and train.
@@ -272,6 +279,47 @@ def status(invite: str | None, as_json: bool, seconds: float) -> None:
 
     found = look(parsed, seconds=seconds)
     click.echo(json.dumps(found, indent=2) if as_json else render(found))
+
+
+@cli.command()
+@_option(
+    "--state-dir",
+    "state_dirs",
+    envvar="SENTINEL_STATE_DIR",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    show_default=False,
+    help="State folder of a node, of which checkpoints/ is enough; may be repeated, until every stage is there "
+    "[default: the platform's data folder].",
+)
+@_option("--out", type=click.Path(path_type=Path), required=True, help="Folder to make.")
+@_option("--step", type=click.IntRange(1), show_default=False, help="[default: the newest that every stage has]")
+@_option("--swarm", default="", show_default=False, help="Beginning of the swarm's id, where there are several.")
+@_option("--json", "as_json", is_flag=True, help="Print JSON.")
+def export(state_dirs: tuple[Path, ...], out: Path, step: int | None, swarm: str, as_json: bool) -> None:
+    """Put the checkpoints of all stages together as a model that transformers loads.
+
+    Makes a folder with config.json, model.safetensors and the tokenizer. The nodes may go on meanwhile; fetch the
+    checkpoints of those on other machines first.
+
+    \b
+    Example:  sentinel export --state-dir /data/node1 --state-dir /data/node2 --out model
+    """
+    from node.state_folder import StateFolder
+
+    folders = [StateFolder.resolve(path) for path in state_dirs or (None,)]
+    if missing := [path for path in folders if not path.is_dir()]:
+        raise UsageError(f"--state-dir: there is no folder {missing[0]}; name the state folder of a node")
+    from node.export import check_free, export_model
+
+    check_free(out)
+    done = export_model(folders, out, swarm=swarm, step=step, tell=lambda text: click.echo(text, err=True))
+    if as_json:
+        facts = {"folder": str(done.folder), "swarm": done.swarm, "name": done.name, "step": done.step}
+        click.echo(json.dumps(facts | {"parameters": done.parameters, "checkpoints": list(map(str, done.sources))}))
+        return
+    click.echo(f"wrote {done.folder}: {done.name} after {done.step} steps, {done.parameters:,} parameters")
+    click.echo(f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(done.folder)!r})")
 
 
 @cli.group()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from protocol.fields import MAX_STEP
 from protocol.manifest import Manifest
 from protocol.messages import Empty, Method
 
+POLL_SECONDS = 2.0
 MAX_POLLED = 64
 """Nodes that are asked for their status at a time."""
 
@@ -50,6 +51,13 @@ class SwarmWatch:
         self.step = 0
         self.loss: float | None = None
 
+    async def run(self, manifest: Manifest, tell: Callable[[str], None]) -> None:
+        """Watch until cancelled; ``tell`` hears each time who is there."""
+        while True:
+            await self.poll()
+            tell(self.who_is_there(manifest))
+            await asyncio.sleep(POLL_SECONDS)
+
     async def poll(self) -> None:
         """Ask all nodes, or in a large swarm another part of them each time."""
         claims = self._membership.view.claims
@@ -82,6 +90,14 @@ class SwarmWatch:
         missing = view.missing(manifest.stages.min_replicas) if self.step == 0 else {}
         lacks = ", ".join(f"{count} for stage {stage}" for stage, count in sorted(missing.items()))
         return f"coordinating: {held}" + (f"; waiting for volunteers: {lacks}" if lacks else "")
+
+
+async def fetch_step(transport: Any, peer: str) -> int | None:
+    """The step in which a peer says that it is; None if it does not answer."""
+    try:
+        return PeerReport.of(await fetch_status(transport, peer)).step
+    except SentinelError:
+        return None
 
 
 async def fetch_status(transport: Any, peer: str) -> dict[str, Any]:

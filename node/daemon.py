@@ -16,32 +16,34 @@ import random
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from node.assembly import StageParts, assemble
-from node.coordinator import SwarmWatch
-from node.data import TokenStream, open_source
+from node.checkpointer import Checkpointer
+from node.checkpoints import CheckpointStore
+from node.coordinator import SwarmWatch, fetch_step
 from node.device import available_memory_bytes, choose_device
-from node.documents import read_documents
 from node.drill import Drill, DrillPlan, parse_drill
-from node.forming import Applicant, Forming
+from node.forming import Applicant, Forming, Place
 from node.guard import Guard
 from node.http import HttpServer, finite
 from node.membership import Membership, Timing
 from node.metrics import Metrics
 from node.network import Network, P2PNetwork
 from node.pipeline import Pipeline
+from node.reunion import Reunion, by_peer
+from node.sampling import sample_for_ever
 from node.settings import NodeSettings
+from node.stage_data import StageData
 from node.state_folder import StateFolder
 from node.status import build_status
 from node.telemetry import Telemetry
-from node.tokenizer import load_tokenizer
 from node.trainer import Trainer
 from node.verdicts import restore_verdicts, save_verdicts
 from node.version import AGENT
 from node.worker import ComputeWorker
 from protocol.errors import (
-    DataSourceError,
     EjectedError,
     LocalError,
     PreflightError,
@@ -67,7 +69,6 @@ FINISH_SECONDS = 5.0
 FAREWELL_SECONDS = 3.0
 MAX_CLOCK_OFFSET_SECONDS = 3.0
 """hivemind refuses DHT peers whose clock is further away than this."""
-SAMPLE_SECONDS = 2.0
 PROGRESS_SECONDS = 15.0
 """Between two lines of the log that say how far training is."""
 
@@ -106,13 +107,14 @@ class Node:
         self.parts: StageParts | None = None
         self.watch: SwarmWatch | None = None
         self.drill: Drill | None = None
+        self.checkpointer: Checkpointer | None = None
         self.finished = False
         self.stage: int | None = None
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._entered = False
         self._leaving = False
-        self._data: TokenStream | None = None
+        self._before_isolation = NodeState.BOOTSTRAPPING, ""
         self._signals = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._worker: ComputeWorker | None = None
@@ -171,16 +173,18 @@ class Node:
         loop = asyncio.get_running_loop()
         life = loop.create_task(self._live())
         stop = loop.create_task(self._stop.wait())
+        politely = False
         try:
             ends: set[asyncio.Future[Any]] = {life, stop, self._failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            politely = self.state not in (NodeState.EJECTED, NodeState.SYNCING)
             if self._failure.done():
                 self._failure.result()
             if life.done():
                 life.result()
         finally:
             stop.cancel()
-            await self._leave(life)
+            await self._leave(life, politely=politely)
 
     def handle_signals(self) -> None:
         """Leave politely on the first SIGINT or SIGTERM, at once on the second."""
@@ -209,7 +213,7 @@ class Node:
         self._entered = True
         self.metrics.p2pd_up.set(1)
         if self.settings.http_port is not None:
-            self._spawn(self._sample())
+            self._spawn(sample_for_ever(self))
         transport = self.network.transport
         transport.serve(Method.MANIFEST, Route(handler=self._serve_manifest))
         transport.serve(Method.VIEW, Route(handler=self._serve_view))
@@ -262,7 +266,27 @@ class Node:
         self.invite_line = str(Invite(swarm_id=self.swarm.hex(), addresses=self.network.addresses))
         self.invited.set()
         membership.start()
+        self._spawn(self._look_for_the_lost(membership))
         await membership.refresh()
+
+    async def _look_for_the_lost(self, membership: Membership) -> None:
+        invited = () if self.settings.invite is None else self.settings.invite.addresses
+        await Reunion(
+            membership=membership,
+            transport=self.network.transport,
+            seeds=lambda: by_peer([*invited, *self.folder.load_peers()]),
+            join_records=self.network.join_records,
+            on_isolated=self._isolated,
+        ).run()
+
+    def _isolated(self, why: str) -> None:
+        """Say that nobody can be reached, or (empty) that this is over."""
+        if why and self.state is not NodeState.ISOLATED:
+            self._before_isolation = self.state, self.reason
+        if why:
+            self.set_state(NodeState.ISOLATED, why)
+        elif self.state is NodeState.ISOLATED:
+            self.set_state(*self._before_isolation)
 
     async def _rejoin(self, seeds: list[str]) -> None:
         """A coordinator that starts again looks for the swarm that went on without it."""
@@ -295,11 +319,11 @@ class Node:
         self.watch = watch = SwarmWatch(
             transport=self.network.transport, membership=self.membership, metrics=self.metrics
         )
-        while True:
-            await watch.poll()
-            self.folder.save_peers(self._peer_addresses())
-            self.set_state(NodeState.WAITING, watch.who_is_there(self.manifest))
-            await asyncio.sleep(SAMPLE_SECONDS)
+        await watch.run(self.manifest, self._told_by_watch)
+
+    def _told_by_watch(self, who_is_there: str) -> None:
+        self.folder.save_peers(self._peer_addresses())
+        self.set_state(NodeState.WAITING, who_is_there)
 
     async def _train(self) -> None:
         manifest, membership = self.manifest, self.membership
@@ -320,6 +344,9 @@ class Node:
         self.guard.consider(self.identity.peer_id)
         self.guard.consider_verdicts(self.identity.peer_id)
         self._raise_if_ejected()
+        data = StageData(manifest)
+        store = CheckpointStore(self.folder.checkpoints_path, manifest, keep=self.settings.checkpoints)
+        self.checkpointer = checkpointer = Checkpointer(store, manifest=manifest, metrics=self.metrics)
         forming = Forming(
             manifest=manifest,
             membership=membership,
@@ -332,21 +359,25 @@ class Node:
                 drill=self.drill.plan.name if self.drill is not None else "",
                 memory_bytes=available_memory_bytes(device),
                 pinned=self.settings.stage,
-                unfit=await self._unfit(manifest),
+                unfit=await self._unfit(data),
+                checkpoints=await checkpointer.found(),
             ),
             excluded=self.guard.excluded,
             set_state=self.set_state,
+            connected=self.network.transport.connected,
+            ask_step=partial(fetch_step, self.network.transport),
             rng=random.Random(),
         )
         self.stage = stage = await forming.claim()
         self._say(f"holding stage {stage} of {manifest.num_stages} in swarm {manifest.name!r}")
         if stage == 0:
-            await self._open_data(manifest)  # now, since the others wait only for claims
-        self.stage = stage = await forming.wait_for_start(stage)
-        trainer = await self._build_trainer(stage, device)
+            await data.open()  # now, since the others wait only for claims
+        place = await forming.wait_for_start(stage)
+        self.stage = place.stage
+        trainer, whole = await self._build_trainer(place, device, data)
         membership.forming = False
         self._spawn(self._tell_progress())
-        await trainer.run()
+        await trainer.run(behind=place.behind or not whole)
         await self._finish()
 
     async def _remember_verdicts(self, guard: Guard, membership: Membership) -> None:
@@ -372,46 +403,17 @@ class Node:
         with contextlib.suppress(OSError):  # a full disk shows elsewhere, and must not end the training
             await asyncio.to_thread(save_verdicts, self.folder, self.swarm.hex(), standings, records)
 
-    async def _unfit(self, manifest: Manifest) -> dict[int, str]:
-        """Stages that this node cannot hold, and why: the first one, where it cannot read the data.
+    async def _unfit(self, data: StageData) -> dict[int, str]:
+        """Stages that this node cannot hold for another reason than its memory, and why."""
+        return await data.unfit(self.settings.stage)
 
-        Raises:
-            SentinelError: as above, where the volunteer asks for the first stage.
-        """
-        try:
-            if self.settings.stage == 0:
-                await self._open_data(manifest)
-            else:
-                await asyncio.to_thread(lambda: next(read_documents(manifest.data), None))
-        except DataSourceError as error:
-            if self.settings.stage == 0:
-                raise
-            return {0: str(error)}
-        return {}
-
-    async def _open_data(self, manifest: Manifest) -> None:
-        if self._data is not None:
-            return
-        tokenizer = await asyncio.to_thread(load_tokenizer, manifest.data.tokenizer, manifest.data.tokenizer_sha256)
-        self._data = await asyncio.to_thread(
-            open_source,
-            manifest.data,
-            tokenizer,
-            vocab_size=manifest.model.vocab_size,
-            sequences_per_step=manifest.training.sequences_per_step,
-        )
-        if self._data.windows(manifest.model.context) == 0:
-            raise DataSourceError(
-                f"data.source: {manifest.data.source} holds {len(self._data)} tokens, fewer than one sequence of "
-                f"{manifest.model.context + 1}; use more data"
-            )
-
-    async def _build_trainer(self, stage: int, device: Any) -> Trainer:
-        manifest, membership, guard = self.manifest, self.membership, self.guard
-        assert manifest is not None and membership is not None and guard is not None
+    async def _build_trainer(self, place: Place, device: Any, data: StageData) -> tuple[Trainer, bool]:
+        """The trainer of a place, and whether it has the checkpoint that belongs to it."""
+        manifest, membership, guard, checkpointer = self.manifest, self.membership, self.guard, self.checkpointer
+        assert manifest is not None and membership is not None and guard is not None and checkpointer is not None
+        stage = place.stage
+        start = await checkpointer.load(place.checkpoint) if place.checkpoint is not None else None
         self.metrics.identify(peer=self.identity.peer_id, swarm=self.swarm.hex(), stage=str(stage))
-        if stage == 0:
-            await self._open_data(manifest)
         self._worker = self._make_worker()
         self.parts = await assemble(
             identity=self.identity,
@@ -424,13 +426,18 @@ class Node:
             worker=self._worker,
             telemetry=self.telemetry,
             drill=self.drill,
-            data=self._data if stage == 0 else None,
+            data=await data.open() if stage == 0 else None,
+            checkpointer=checkpointer,
+            start=start,
             set_state=self.set_state,
             publish=lambda data, verdict: self._spawn(membership.publish_finding(data, verdict)),
         )
         self.trainer, self.pipeline = self.parts.trainer, self.parts.pipeline
+        if start is not None:
+            text = f"goes on from the checkpoint of step {start.step}"
+            self.telemetry.event("restored", start.step, text=text)
         self._spawn(self._keep_peers())
-        return self.trainer
+        return self.trainer, start is not None or place.checkpoint is None
 
     async def _finish(self) -> None:
         assert self.manifest is not None
@@ -455,7 +462,7 @@ class Node:
             FAREWELL_SECONDS,
         )
 
-    async def _leave(self, life: asyncio.Task[None]) -> None:
+    async def _leave(self, life: asyncio.Task[None], *, politely: bool) -> None:
         """Drain within a time limit; a second signal cuts it short."""
         if self.state is not NodeState.EJECTED and self._entered:
             self.set_state(NodeState.DRAINING, "leaving")
@@ -466,10 +473,14 @@ class Node:
                     await self.membership.release()
                 if not life.done():
                     await self._finish_work()
+                await _cancelled(life)
+                if politely and self.checkpointer is not None:
+                    await self.checkpointer.save()
         except TimeoutError:
-            log.warning("the claim could not be released in time; it runs out by itself")
-        life.cancel()
-        await asyncio.gather(life, return_exceptions=True)
+            log.warning("leaving took more than %.0f s; what is left ends by itself", DRAIN_SECONDS)
+        await _cancelled(life)
+        if self.checkpointer is not None:
+            await self.checkpointer.close()
         if self.parts is not None:
             await self.parts.close()
         await self._keep_verdicts()
@@ -636,7 +647,9 @@ class Node:
         if changed:
             self.state = state
             self.metrics.set_state(state.value)
-            if self.membership is not None and state not in (NodeState.DRAINING, NodeState.PROBATION):
+            # Nobody hears that this node is isolated, and it must not leave its own roster for it.
+            silent = (NodeState.DRAINING, NodeState.PROBATION, NodeState.ISOLATED)
+            if self.membership is not None and state not in silent:
                 self.membership.update_claim(urgent=True, state=state)
 
     def _say(self, text: str, state: NodeState | None = None) -> None:
@@ -667,28 +680,6 @@ class Node:
                 f"contributed {counters.microbatches} microbatches ({counters.tokens} tokens) "
                 f"in {counters.steps} steps over {time.time() - self.started:.0f} s"
             )
-
-    async def _sample(self) -> None:
-        """Watch the process: memory, files, loop lag, connections."""
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(SAMPLE_SECONDS)
-            self.metrics.sample_process(
-                lag=max(0.0, time.monotonic() - before - SAMPLE_SECONDS),
-                p2pd_pid=self.network.helper_pid,
-                peers=len(self.network.transport.connected()),
-            )
-            if self.membership is not None and self.manifest is not None:
-                for stage in range(self.manifest.num_stages):
-                    self.metrics.view_replicas.labels(stage=str(stage)).set(len(self.membership.view.replicas(stage)))
-            if self.guard is not None and self.membership is not None:
-                self.metrics.set_trust(
-                    {
-                        (claim.peer, claim.stage): self.guard.ledger.standing(claim.peer).trust
-                        for claim in self.membership.view.claims.values()
-                        if claim.peer != self.identity.peer_id
-                    }
-                )
 
     async def _tell_progress(self) -> None:
         """Say now and then how far training is, or what it waits for."""
@@ -737,3 +728,9 @@ class Node:
             if not isinstance(error, SentinelError):
                 log.error("a background task failed", exc_info=error)
             self._fail(error if isinstance(error, SentinelError) else LocalError(f"internal failure: {error!r}"))
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end, whatever that is."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -10,7 +10,7 @@ from node.boundary import Boundary, Outgoing
 from node.guard import Guard, score_of
 from node.jobs import StageJobs
 from node.membership import Membership
-from node.refusal_kinds import PASSING
+from node.refusal_kinds import NOT_READY, PASSING
 from node.telemetry import Telemetry
 from node.work import Returned, Step, UnfinishedError, Work
 from node.worker import ComputeWorker, Priority
@@ -23,6 +23,7 @@ from protocol.transports.sessions import Transport
 from verifier.verdicts import Direction, Reason
 
 MAX_ATTEMPTS = 64
+"""Calls for one microbatch that fail, of a peer that is there."""
 
 
 class Downstream:
@@ -69,7 +70,8 @@ class Downstream:
         passing: set[str] = set()
         dealt = False
         deadline = time.monotonic() + self._call_seconds()
-        for _ in range(MAX_ATTEMPTS):
+        attempts = 0  # waiting is none: a stage may lack replicas for hours
+        while attempts < MAX_ATTEMPTS:
             live = [peer for peer in self._peers(step.number) if peer not in refused]
             candidates = [peer for peer in step.dealer.order(live) if peer not in passing]
             # Whoever was struck in this step comes last in it: each refused gradient costs all the work below.
@@ -88,6 +90,7 @@ class Downstream:
                 attempt = step.next_attempt(work.microbatch)
                 returned = await self._call_downstream(step, work, outgoing, peer, attempt)
             except RemoteError as error:
+                attempts += error.kind not in NOT_READY
                 if error.kind in PASSING:
                     passing.add(peer)
                     if error.kind in ("not_admitted", "unknown_peer"):
@@ -97,6 +100,7 @@ class Downstream:
                 self._telemetry.retried(work.microbatch, step.number, peer, error)
                 continue
             except SentinelError as error:
+                attempts += 1
                 passing.add(peer)
                 self._telemetry.retried(work.microbatch, step.number, peer, error)
                 continue

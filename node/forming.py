@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from node.checkpoints import Checkpoint
+from node.common_step import OFFERS, TRAINS, Meeting, heirs, meet, newest_at_most, under_way
 from node.membership import Membership
-from node.placement import choose_stage, should_move
+from node.placement import choose_stage, should_move, stage_loads
 from protocol.errors import DataSourceError, MemoryTooSmallError, SettingsError
 from protocol.manifest import Manifest
 from protocol.records import Claim, NodeState
 
 SETTLE_SECONDS = 2.5
-"""How long the set of claims must have been unchanged before step 0 begins."""
+"""How long the set of claims must have been unchanged before the first step begins."""
 STUCK_SECONDS = 5.0
 """How long it must have been unchanged, with stages lacking replicas, before nodes move out of turn."""
 STUCK_CHANCE = 0.25
 """With which a node then does so at each look, so that rarely two do at once."""
+MAX_ASKED = 7
+"""Peers that are asked in which step they are."""
+RENEWALS = 1.5
+"""While others train, what they claim may be as old as their last renewal: so many must have brought nothing new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,19 @@ class Applicant:
     """The stage that the volunteer chose, if any."""
     unfit: Mapping[int, str] = field(default_factory=dict)
     """Stages that this node cannot hold for another reason than its memory: stage -> why."""
+    checkpoints: Collection[Checkpoint] = ()
+    """Of this swarm, all sound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a node takes part, and with what."""
+
+    stage: int
+    checkpoint: Checkpoint | None
+    """What it goes on from; None for the stage's first parameters."""
+    behind: bool
+    """Whether its siblings are further, or have other parameters: it has to catch up with them first."""
 
 
 class Forming:
@@ -49,8 +70,12 @@ class Forming:
         applicant: Applicant,
         excluded: Callable[[], set[str]],
         set_state: Callable[[NodeState, str], None],
+        connected: Callable[[], Collection[str]],
+        ask_step: Callable[[str], Awaitable[int | None]],
         rng: random.Random,
     ) -> None:
+        """``connected()`` lists the peers that answer: a claim may outlive its node. ``ask_step(peer)`` tells in which
+        step a peer says that it is, None if it does not answer."""
         self._manifest = manifest
         self._swarm = bytes.fromhex(manifest.swarm_id)
         self._membership = membership
@@ -58,6 +83,9 @@ class Forming:
         self._excluded = excluded
         self._set_state = set_state
         self._rng = rng
+        self._connected = connected
+        self._ask_step = ask_step
+        self._offer: Checkpoint | None = None
 
     def fits(self, stage: int) -> bool:
         """Whether this node can hold a stage."""
@@ -77,61 +105,50 @@ class Forming:
         self._set_state(NodeState.CLAIMING, "choosing a stage")
         await self._membership.refresh()
         stage = self._choose()
-        begun = self._begun()
+        self._offer = self._newest(stage)
         claim = Claim(
             swarm=self._swarm,
             peer=self._membership.me,
             stage=stage,
             addresses=self._applicant.addresses,
             capacity=self._applicant.capacity,
-            state=NodeState.SYNCING if begun else NodeState.WAITING,
-            step=0,
-            digest=b"",
-            active_from=0,
+            state=self._waiting_state(),
             generation=self._applicant.generation,
             sequence=0,
             expires=time.time() + self._manifest.network.lease_seconds,
             label=self._applicant.label,
             agent=self._applicant.agent,
             drill=self._applicant.drill,
-            pinned=self._applicant.pinned is not None,
+            **self._offered(),
         )
         self._membership.claim_stage(claim)
         await self._membership.publish()
         return stage
 
-    async def wait_for_start(self, stage: int) -> int:
-        """Wait until every stage has its replicas, or training is under way; may move meanwhile.
+    async def wait_for_start(self, stage: int) -> Place:
+        """Wait until every stage has its replicas and they have a step in common, or training is under way.
 
         Returns:
-            The stage in which this node ends up.
+            Where this node ends up: it may move meanwhile, and take an older one of its checkpoints.
         """
-        view = self._membership.view
         known = self._claims()
         changed = time.monotonic()
         while True:
-            if self._begun():
-                return stage
-            started = view.begun_step(without={self._membership.me}) is not None
-            # Once the first nodes train, those that still wait are no measure of how the swarm is spread.
-            if self._applicant.pinned is None and not started:
-                stuck = time.monotonic() - changed > STUCK_SECONDS
-                moved = self._spare_stage(stage) if stuck else self._better_stage()
-                if moved is not None:
-                    stage = moved
-                    self._membership.update_claim(urgent=True, stage=stage)
-                    await self._membership.announce()
+            if (place := await self._place_under_way(stage)) is not None:
+                return place
+            quiet = time.monotonic() - changed
+            moved = self._other_stage(stage, stuck=quiet > STUCK_SECONDS)
+            if moved is not None:
+                stage, self._offer = moved, self._newest(moved)
+                await self._tell(stage=stage)
             claims = self._claims()
             if claims != known:
-                known, changed = claims, time.monotonic()
-            missing = view.missing(self._manifest.stages.min_replicas, without=self._excluded())
-            if not missing and (started or time.monotonic() - changed > SETTLE_SECONDS):
-                return stage
-            if missing:
-                lacks = ", ".join(f"{count} for stage {place}" for place, count in sorted(missing.items()))
-                self._set_state(NodeState.WAITING, f"holding stage {stage}; waiting for more volunteers: {lacks}")
-            else:
-                self._set_state(NodeState.WAITING, f"holding stage {stage}; every stage is held, about to start")
+                known, changed, quiet = claims, time.monotonic(), 0.0
+            meeting = meet(self._present(), self._manifest.num_stages)
+            missing = self._membership.view.missing(self._manifest.stages.min_replicas, without=self._excluded())
+            if not missing and (place := await self._place_at_start(stage, meeting, quiet)) is not None:
+                return place
+            self._set_state(self._waiting_state(), self._lack(stage, missing, meeting))
             await self._membership.wait_until(lambda: self._claims() != known, SETTLE_SECONDS / 4)  # noqa: B023
 
     def _choose(self) -> int:
@@ -150,6 +167,8 @@ class Forming:
         ]
         stage = None
         if pinned is None:
+            stage = self._remembered_stage(claims)
+        if pinned is None and stage is None:
             stage = choose_stage(claims, num_stages=self._manifest.num_stages, fits=self.fits, rng=self._rng)
         if stage is None:
             if any(self._fits_memory(unfit) for unfit in self._applicant.unfit):
@@ -161,6 +180,22 @@ class Forming:
                 f"and {self._applicant.memory_bytes >> 20} MiB are free; close other programs or use a larger machine"
             )
         return stage
+
+    def _remembered_stage(self, claims: list[Claim]) -> int | None:
+        """The stage of this node's newest checkpoint, unless the swarm trains and needs nodes elsewhere."""
+        fitting = [checkpoint for checkpoint in self._applicant.checkpoints if self.fits(checkpoint.stage)]
+        if not fitting:
+            return None
+        newest = max(fitting, key=lambda checkpoint: checkpoint.step)
+        loads = stage_loads(claims, self._manifest.num_stages)
+        return newest.stage if self._under_way() is None or loads[newest.stage] <= min(loads) else None
+
+    def _other_stage(self, mine: int, *, stuck: bool) -> int | None:
+        """The stage to move to, or None to stay. Whoever has a checkpoint of its stage stays, and so do all once the
+        first nodes train: those that still wait are then no measure of how the swarm is spread."""
+        if self._applicant.pinned is not None or self._offer is not None or self._training(mine):
+            return None
+        return self._spare_stage(mine) if stuck else self._better_stage()
 
     def _better_stage(self) -> int | None:
         claims = [
@@ -185,12 +220,152 @@ class Forming:
         least = self._manifest.stages.min_replicas
         view, excluded = self._membership.view, self._excluded()
         lacking = [stage for stage in view.missing(least, without=excluded) if self.fits(stage)]
-        if not lacking or len(view.roster(mine, 0, without=excluded)) <= least or self._rng.random() > STUCK_CHANCE:
+        held = sum(claim.stage == mine and claim.state in OFFERS for claim in self._present())
+        if not lacking or held <= least or self._rng.random() > STUCK_CHANCE:
             return None
         return self._rng.choice(lacking)
 
-    def _begun(self) -> bool:
-        return bool(self._membership.view.begun_step(without={self._membership.me}))
+    # checkpoints ---------------------------------------------------------------------
 
-    def _claims(self) -> frozenset[tuple[str, int]]:
-        return frozenset((claim.peer, claim.stage) for claim in self._membership.view.claims.values())
+    @property
+    def _step(self) -> int:
+        """The step that this node can go on from."""
+        return 0 if self._offer is None else self._offer.step
+
+    def _newest(self, stage: int, at_most: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint of a stage."""
+        found = {checkpoint.step: checkpoint for checkpoint in self._applicant.checkpoints if checkpoint.stage == stage}
+        step = newest_at_most(found, max(found, default=0) if at_most is None else at_most)
+        return None if step is None else found[step]
+
+    def _offered(self) -> dict[str, Any]:
+        """The fields of the claim that say what this node can go on from."""
+        return {
+            "step": self._step,
+            "digest": b"" if self._offer is None else self._offer.parameters,
+            "active_from": self._step,
+            "pinned": self._applicant.pinned is not None or self._offer is not None,
+        }
+
+    async def _tell(self, **changes: object) -> None:
+        self._membership.update_claim(urgent=True, **changes, **self._offered())
+        await self._membership.announce()
+
+    def _lower(self, step: int) -> bool:
+        """Offer an older checkpoint where a stage has nothing as new as this node's; true if there is one."""
+        older = None if self._offer is None else self._newest(self._offer.stage, step)
+        if older is None or self._step <= step:
+            return False
+        self._offer = older
+        return True
+
+    # what the others do --------------------------------------------------------------
+
+    async def _place_under_way(self, stage: int) -> Place | None:
+        """This node's place in a swarm that trains; None if none does, or this node has to wait still."""
+        inheriting = heirs(self._training(stage) + self._waiting(), self._manifest.num_stages, stage)
+        if self._membership.me in inheriting and await self._stand_still(stage):
+            return Place(stage=stage, checkpoint=self._offer, behind=False)
+        begun = self._under_way()
+        if begun is None or begun in (0, self._step) or not self._donors(stage):
+            return None  # where it has only just begun, this node may still be one of those who begin
+        return Place(stage=stage, checkpoint=self._newest(stage, begun), behind=True)
+
+    async def _place_at_start(self, stage: int, meeting: Meeting, quiet: float) -> Place | None:
+        """This node's place in a swarm that begins; None if it does not begin yet, or not for this node."""
+        training = self._training(stage)
+        settled = quiet > self._patience(training)
+        elsewhere = {claim.stage for claim in training if claim.stage != stage}
+        # Those who train never go back, so where every other stage does it is no use to offer less.
+        if (
+            settled
+            and not meeting.lacking
+            and len(elsewhere) < self._manifest.num_stages - 1
+            and self._lower(meeting.step)
+        ):
+            await self._tell()
+            return None
+        begun = any(claim.step == meeting.step for claim in training)
+        if not meeting.possible or not (settled or begun):
+            return None
+        if self._membership.me in meeting.founders[stage]:
+            return Place(stage=stage, checkpoint=self._offer, behind=False) if await self._stand_still(stage) else None
+        if meeting.step == 0:
+            return None  # it begins anew, and this node has a checkpoint
+        return Place(stage=stage, checkpoint=None, behind=True)
+
+    async def _stand_still(self, stage: int) -> bool:
+        """Whether those who train are no further than this node can begin: what they claim may be a renewal old.
+
+        Asks siblings and neighbours, who stand still for as long as a stage lacks replicas.
+        """
+        near = [claim.peer for claim in self._training(stage) if abs(claim.stage - stage) <= 1]
+        if not near or self._step == 0:
+            return True
+        asked = self._rng.sample(near, min(MAX_ASKED, len(near)))
+        steps = sorted(step for step in await asyncio.gather(*map(self._ask_step, asked)) if step is not None)
+        return bool(steps) and abs(steps[len(steps) // 2] - self._step) <= 1
+
+    def _lack(self, stage: int, missing: Mapping[int, int], meeting: Meeting) -> str:
+        """What this node waits for, in words."""
+        training = self._training(stage)
+        if any(claim.step > self._step for claim in training) and all(claim.stage != stage for claim in training):
+            text = f"training has begun and no replica of stage {stage} is there to give its state; waiting for one"
+            if self._step:
+                text += f", or for a restart of all others, to go back to step {self._step}, which this node has"
+            return text
+        return f"holding stage {stage}; {self._lack_at_start(missing, meeting)}"
+
+    def _lack_at_start(self, missing: Mapping[int, int], meeting: Meeting) -> str:
+        if missing:
+            lacks = ", ".join(f"{count} for stage {place}" for place, count in sorted(missing.items()))
+            return f"waiting for more volunteers: {lacks}"
+        if meeting.lacking:
+            stages = ", ".join(map(str, meeting.lacking))
+            return f"others have checkpoints and nobody has one of stage {stages}; waiting for a node that has"
+        if meeting.step == 0 < self._step:
+            return (
+                f"most nodes are new and begin at step 0, this one has a checkpoint of step {self._step}; stop them to"
+                " go on from it, or move it away to begin with them"
+            )
+        if not meeting.possible:
+            stages = ", ".join(str(place) for place, founders in enumerate(meeting.founders) if not founders)
+            return f"nobody has a checkpoint of stage {stages} of step {meeting.step}; waiting for a node that has"
+        return "every stage is held, about to start" + (f" from step {meeting.step}" if meeting.step else "")
+
+    def _waiting_state(self) -> NodeState:
+        """Whether this node waits for the start, or for its siblings' state."""
+        return NodeState.WAITING if self._under_way() in (None, 0, self._step) else NodeState.SYNCING
+
+    def _under_way(self) -> int | None:
+        return under_way(self._present(), self._manifest.num_stages, me=self._membership.me)
+
+    def _donors(self, stage: int) -> bool:
+        """Whether a sibling that trains can be reached."""
+        return any(claim.stage == stage for claim in self._training(stage))
+
+    def _training(self, stage: int) -> list[Claim]:
+        """Others that train. A claim outlives a node that was killed, so siblings and neighbours of ``stage``, with
+        whom this node keeps in touch, have to answer."""
+        connected = self._connected()
+        return [
+            claim
+            for claim in self._present()
+            if claim.state in TRAINS
+            and claim.peer != self._membership.me
+            and (claim.peer in connected or abs(claim.stage - stage) > 1)
+        ]
+
+    def _waiting(self) -> list[Claim]:
+        return [claim for claim in self._present() if claim.state is NodeState.WAITING]
+
+    def _patience(self, training: Collection[Claim]) -> float:
+        """Seconds for which claims must have been unchanged; what those who train claim may be a renewal old."""
+        return max(SETTLE_SECONDS, RENEWALS * self._manifest.network.renew_seconds) if training else SETTLE_SECONDS
+
+    def _present(self) -> list[Claim]:
+        excluded = self._excluded()
+        return [claim for claim in self._membership.view.claims.values() if claim.peer not in excluded]
+
+    def _claims(self) -> frozenset[tuple[str, int, int]]:
+        return frozenset((claim.peer, claim.stage, claim.step) for claim in self._membership.view.claims.values())

@@ -46,6 +46,8 @@ each pair of nodes, those are told who deal with this node or with the accused; 
 POLL_FORMING_SECONDS = 1.0
 POLL_SECONDS = 5.0
 REDIAL_SECONDS = 4.0
+MAX_LOST = 256
+"""Peers that are looked for after they vanished; of more, those that vanished first are given up."""
 TICK_SECONDS = 0.5
 
 
@@ -86,6 +88,8 @@ class Membership:
         self._tasks: set[asyncio.Task[None]] = set()
         self._dialling: set[str] = set()
         self._extra_peers: dict[str, None] = {}
+        self.lost: dict[str, tuple[str, ...]] = {}
+        """Peers that vanished without giving their claim up, with their addresses, oldest first."""
         self.forming = True
         """Whether the swarm is still forming: the DHT is then read more often."""
         transport.on_peer_gone(self._peer_gone)
@@ -237,6 +241,8 @@ class Membership:
         if isinstance(record, Claim):
             if record.peer != self.me:
                 self._transport.learn(record.peer, record.addresses)
+            if record.peer in self.view.claims and self.lost.pop(record.peer, None) is not None:
+                self._publish_now.set()  # it has lost this node as well, and takes only a claim with a new number
         elif news:
             self._on_finding(record)
         if news:
@@ -304,7 +310,9 @@ class Membership:
     async def _tick_loop(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            if self.view.expire(self._wall_clock()):
+            if ended := self.view.expire(self._wall_clock()):
+                for claim in ended:
+                    self._lose(claim)
                 self.notify()
 
     async def _connect_loop(self) -> None:
@@ -346,9 +354,18 @@ class Membership:
         self.notify()
 
     def _mark_gone(self, peer: str, why: str) -> None:
-        if self.view.mark_gone(peer):
+        if (claim := self.view.mark_gone(peer)) is not None:
+            self._lose(claim)
             log.info("peer %s is gone: %s", peer[-8:], why)
             self.notify()
+
+    def _lose(self, claim: Claim) -> None:
+        if claim.peer == self.me or claim.state in (NodeState.DRAINING, NodeState.EJECTED):
+            return
+        self.lost.pop(claim.peer, None)
+        self.lost[claim.peer] = claim.addresses
+        while len(self.lost) > MAX_LOST:
+            del self.lost[next(iter(self.lost))]
 
     def reachable(self, peer: str) -> bool:
         """Whether a peer has a live claim and is connected, or is being dialled for the first time."""

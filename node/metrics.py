@@ -7,6 +7,8 @@ closed set of words, and "other" stands for the rest: no peer can make the numbe
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final, cast
 
@@ -34,6 +36,7 @@ METHODS: Final = tuple(method.value for method in Method)
 DHT_OPERATIONS: Final = ("store", "get")
 AUDIT_OUTCOMES: Final = ("honest", "guilty", "disputed", "parameters", "expired", "inconclusive", "skipped")
 AVERAGING_OUTCOMES: Final = ("committed", "refetched", "failed")
+CHECKPOINT_OUTCOMES: Final = ("written", "failed", "skipped", "damaged")
 
 REMOTE_KINDS: Final = tuple(
     dict.fromkeys(
@@ -41,7 +44,7 @@ REMOTE_KINDS: Final = tuple(
             *("remote", "version", "swarm", "frame", "message", "tensor", "record", "refused", "flagged"),
             *("internal", "unavailable", "busy", "too_old", "not_yet", "not_started", "not_admitted"),
             *("unknown_peer", "unknown_method", "incomplete", "range", "round", "digest", "snapshot"),
-            *("expired", "no_evidence", "no_data", "not_drawn", "inconclusive"),
+            *("expired", "exhausted", "unfinished", "no_evidence", "no_data", "not_drawn", "inconclusive"),
             *REASONS,
         )
     )
@@ -74,7 +77,9 @@ class Metrics:
         self.registry = registry if registry is not None else CollectorRegistry()
         self._trust_labels: set[tuple[str, str]] = set()
         self._attack = ""
+        self._checkpoint_saved = math.nan
         self._define_training()
+        self._define_checkpoints()
         self._define_wire()
         self._define_checker()
         self._define_swarm()
@@ -120,6 +125,24 @@ class Metrics:
         self.loss.set(float("nan"))
         self.parameter_agreement.set(1)
 
+    def _define_checkpoints(self) -> None:
+        self.checkpoint_step = self._gauge(
+            "checkpoint_step", "Steps in this node's newest checkpoint; NaN without one."
+        )
+        self.checkpoint_age = self._gauge("checkpoint_age_seconds", "Age of the newest checkpoint; NaN without one.")
+        self.checkpoints = self._counter(
+            "checkpoints_total",
+            "Checkpoints by what became of them: written, failed, skipped since the disk is slow, or found damaged.",
+            "outcome",
+        )
+        self.checkpoint_seconds = self._histogram(
+            "checkpoint_seconds", "Seconds from the copy of the state until it is on disk.", STEP_BUCKETS
+        )
+        self.checkpoint_step.set(math.nan)
+        self.checkpoint_age.set_function(lambda: time.time() - self._checkpoint_saved)
+        for outcome in CHECKPOINT_OUTCOMES:
+            self.checkpoints.labels(outcome=outcome)
+
     def _define_wire(self) -> None:
         self.stream_bytes = self._counter(
             "stream_bytes_total",
@@ -130,6 +153,8 @@ class Metrics:
         self.requests = self._counter(
             "requests_total", "Requests that this node made, by how they ended.", "method", "outcome"
         )
+        self.state_done = self._gauge("state_fetched_bytes", "Bytes of its stage's state that this node has fetched.")
+        self.state_size = self._gauge("state_bytes", "Bytes of the state that this node fetches; 0 if it has none to.")
         self.remote_errors = self._counter("remote_errors_total", "Rules that peers broke, by kind.", "kind")
         self.dht_seconds = self._histogram("dht_seconds", "Seconds of a DHT operation.", DHT_BUCKETS, "operation")
         self.dht_failures = self._counter("dht_failures_total", "DHT operations that failed.", "operation")
@@ -209,6 +234,11 @@ class Metrics:
         """A request to a peer ended as ``ok`` or with a word for what went wrong."""
         self.requests.labels(method=bounded(method, METHODS), outcome=bounded(outcome, REQUEST_OUTCOMES)).inc()
 
+    def state_fetched(self, done: int, size: int) -> None:
+        """So much of the stage's state is here; it is so large."""
+        self.state_done.set(done)
+        self.state_size.set(size)
+
     def remote_error(self, kind: str) -> None:
         """A peer broke a rule."""
         self.remote_errors.labels(kind=bounded(kind, REMOTE_KINDS)).inc()
@@ -234,6 +264,11 @@ class Metrics:
         """An averaging round ended as committed, refetched or failed."""
         self.averaging_rounds.labels(outcome=bounded(outcome, AVERAGING_OUTCOMES)).inc()
         self.averaging_seconds.observe(seconds)
+
+    def checkpoint_kept(self, step: int, *, saved: float) -> None:
+        """The newest checkpoint is of this step, and was saved at this Unix time."""
+        self.checkpoint_step.set(step)
+        self._checkpoint_saved = saved
 
     def flag(self, reason: str, direction: str = "") -> None:
         """The statistics refused a tensor of a peer."""

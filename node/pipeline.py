@@ -243,12 +243,9 @@ class Pipeline:
         return step
 
     async def _serve_microbatch(self, step: Step, request: Request, message: Train) -> Response:
-        identity = (request.peer, message.microbatch, message.attempt)
-        if identity in step.seen:
-            raise MessageError("a microbatch came twice in the same attempt", kind="repeated")
         if message.microbatch >= self._manifest.microbatches_per_step:
             raise MessageError(f"microbatch {message.microbatch} does not exist", kind="size")
-        step.seen.add(identity)
+        step.arrives(request.peer, message.microbatch, message.attempt)
         work, body = self._open(step, request, message)
         async with self._slots:
             self._telemetry.in_flight(+1)

@@ -10,7 +10,9 @@ NOT_READY: Final = frozenset({"method", "not_admitted", "unavailable"})
 PASSING: Final = NOT_READY | {"busy", "wrong_step", "unknown_peer", "not_started"}
 """Says nothing about this node's work, which is tried again after a change."""
 
-NOT_THEIR_FAULT: Final = frozenset({"busy", "wrong_step", "unknown_peer", "not_started", "not_admitted", "unfinished"})
+NOT_THEIR_FAULT: Final = frozenset(
+    {"busy", "wrong_step", "unknown_peer", "not_started", "not_admitted", "unfinished", "exhausted"}
+)
 """Without blame for whoever sent what was refused. A message for a step that is over, for one, is what a slow link
 looks like."""
 

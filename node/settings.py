@@ -43,6 +43,8 @@ class NodeSettings:
     """Torch threads; 0 leaves the choice to torch."""
     drill: str = ""
     drill_from: int = 0
+    checkpoints: int = 2
+    """Of this node's stage, so many are kept; 0 writes none."""
     exit_when_done: bool = False
     """Leave after the manifest's last step instead of holding the model for export."""
 

@@ -1,7 +1,8 @@
 """A node's state folder: who uses it, where its files are, and writing them whole or not at all.
 
-The folder holds the identity, the last good peers, the verdicts about peers and what runs left to read. One process
-uses it at a time: a lock, which the kernel drops when that process ends in whatever way, keeps a second one out.
+The folder holds the identity, the last good peers, the verdicts about peers, the checkpoints and what runs left to
+read. One process uses it at a time: a lock, which the kernel drops when that process ends in whatever way, keeps a
+second one out.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Self
+from typing import BinaryIO, Final, Self
 
 from protocol.errors import AddressError, StateFolderError
 from protocol.invite import parse_multiaddr
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 ENVIRONMENT: Final = "SENTINEL_STATE_DIR"
 FOLDER_NAME: Final = "sentinel-swarm"
+
+UNFINISHED: Final = ".part"
+"""How the names of files end that are being written."""
 
 MAX_CACHED_PEERS: Final = 64
 """Enough to find a swarm again when most of them have left."""
@@ -67,6 +71,11 @@ class StateFolder:
     def verdicts_path(self) -> Path:
         """What this node and its swarm hold against peers."""
         return self.path / "verdicts.json"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """The folder of the checkpoints, of all swarms."""
+        return self.path / "checkpoints"
 
     @property
     def summary_path(self) -> Path:
@@ -190,10 +199,23 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         OSError: as from writing.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file (mode 0600) that takes the place of ``path`` once the block has ended well and all is on the disk.
+
+    A crash leaves the old file, or the new one whole, and perhaps a temporary one; see ``remove_unfinished``.
+
+    Raises:
+        OSError: as from writing. The old file is still there.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        with os.fdopen(handle, "w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
@@ -201,3 +223,21 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+    _sync_folder(path.parent)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a process left that was killed while it wrote. For a folder that no other process writes to."""
+    for left in folder.glob(f".*{UNFINISHED}"):
+        with contextlib.suppress(OSError):
+            left.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last. Some file systems cannot; the file itself is safe on all of them."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,194 +1,248 @@
-"""How a joining replica gets its stage's state from a sibling.
+"""What a replica gives to those who join its stage: its state, frozen between two steps, in hashed chunks.
 
-A donor freezes its state between two steps into one safetensors file and serves it in hashed
-chunks; the joiner checks each chunk, the whole, and the digest of the parameters.
+Nothing changes the state while a step is under way, so a donor can freeze that of its present step at any time, and
+all donors that are asked for the same step hold the same bits. A donor keeps one frozen state at most, for as long as
+a joiner uses it, and serves a few chunks at a time: training goes first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import logging
 import time
+import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import safetensors.torch
 import torch
 
-from node.digest import parameter_digest
-from protocol.errors import MessageError, RefusedError
+from node.device import available_memory_bytes
+from node.snapshot import Layout, StageState
+from protocol.errors import RefusedError
 from protocol.fields import decode, encode
-from protocol.messages import Chunk, Method, Snapshot, SnapshotAnswer
+from protocol.messages import Chunk, Method, Release, Snapshot, SnapshotAnswer, StateQuery, StateStatus
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
 
-log = logging.getLogger(__name__)
+DIGESTS_KEPT = 64
+"""Steps whose parameter digests are remembered; whoever is further behind takes a newer snapshot."""
+MAX_AHEAD = 3
+"""A joiner may ask for a step that comes so soon; for one further off it would keep a request open for nothing."""
 
-CHUNK_BYTES = 4 << 20
-KEEP_SECONDS = 120.0
-"""How long a frozen state is kept after it was last asked for."""
-MAX_CONCURRENT_CHUNKS = 4
-CALL_SECONDS = 30.0
+Freeze = Callable[[Callable[[StageState], None]], Awaitable[tuple[int, bytes]]]
+"""Runs its argument in a thread, on the live state, while no step can change it; returns step and digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageState:
-    """Parameters float32 [P] and optimizer tensors after ``step`` steps."""
+class DonorLimits:
+    """What joiners may cost a donor. Seconds, unless a name says otherwise."""
 
-    step: int
-    parameters: torch.Tensor
-    optimizer: dict[str, torch.Tensor]
+    lease: float = 60.0
+    """How long a joiner that asks for nothing still counts as using the snapshot."""
+    hold: float = 900.0
+    """How long a snapshot is kept for joiners who keep on asking, before others may have another."""
+    boundary: float = 40.0
+    """How long a request waits for its step."""
+    freezing_share: float = 0.05
+    """Of a donor's time: after a freeze of one second, the next begins 20 seconds later at the earliest."""
+    chunks: int = 8
+    """Chunks on their way to all joiners together."""
+    chunks_each: int = 4
+    """Of these, to one joiner."""
+    spare_memory: float = 0.25
+    """Of the state's size: what must be free beyond it, or else the donor refuses to hold a copy."""
 
 
-def pack_state(state: StageState) -> bytes:
-    """One safetensors file."""
-    tensors = {f"optimizer.{name}": tensor.contiguous() for name, tensor in state.optimizer.items()}
-    tensors["parameters"] = state.parameters.contiguous()
-    return safetensors.torch.save(tensors, metadata={"step": str(state.step)})
-
-
-def unpack_state(data: bytes, *, step: int, like: StageState) -> StageState:
-    """Read a state whose tensors must have the names, shapes and dtypes of ``like``.
-
-    Raises:
-        MessageError: the file is not such a state.
-    """
-    try:
-        tensors = safetensors.torch.load(data)
-    except Exception as error:  # safetensors raises its own, undocumented types
-        raise MessageError(f"a snapshot is not a safetensors file: {type(error).__name__}", kind="snapshot") from None
-    expected = {f"optimizer.{name}": tensor for name, tensor in like.optimizer.items()}
-    expected["parameters"] = like.parameters
-    if set(tensors) != set(expected):
-        raise MessageError("a snapshot holds other tensors than this stage has", kind="snapshot")
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
-            raise MessageError(f"the tensor {name} of a snapshot has another shape or dtype", kind="snapshot")
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise MessageError(f"the tensor {name} of a snapshot is not finite", kind="snapshot")
-    return StageState(
-        step=step,
-        parameters=tensors["parameters"],
-        optimizer={name: tensors[f"optimizer.{name}"] for name in like.optimizer},
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frozen:
+    answer: SnapshotAnswer
+    image: torch.Tensor
+    since: float
 
 
 class StateServer:
-    """Serves frozen states to siblings."""
+    """Serves this node's state to its siblings."""
 
     def __init__(
         self,
         transport: Transport,
         *,
-        freeze: Callable[[], Awaitable[StageState]],
+        layout: Layout,
+        freeze: Freeze,
+        digest: bytes,
         is_sibling: Callable[[str], bool],
+        limits: DonorLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        memory: Callable[[], int] = lambda: available_memory_bytes(torch.device("cpu")),
     ) -> None:
+        """``digest`` is that of the parameters before step 0; ``memory`` tells how many bytes are free."""
         self._freeze = freeze
-        self._lock = asyncio.Lock()
-        self._frozen: tuple[SnapshotAnswer, bytes] | None = None
-        self._last_asked = 0.0
-        transport.serve(Method.SNAPSHOT, Route(handler=self._serve_snapshot, admits=is_sibling))
-        transport.serve(Method.CHUNK, Route(handler=self._serve_chunk, admits=is_sibling))
+        self._limits = limits or DonorLimits()
+        self._clock = clock
+        self._memory = memory
+        self._layout = layout
+        self._step: int | None = 0
+        self._digests: dict[int, bytes] = {0: digest}
+        self._moved = asyncio.Event()
+        self._freezing = asyncio.Lock()
+        self._may_freeze_at = 0.0
+        self._frozen: _Frozen | None = None
+        self._users: dict[str, float] = {}
+        """Who uses the frozen state, and when each last asked for something."""
+        self._sending: Counter[str] = Counter()
+        for method, handler in (
+            (Method.STATE, self._serve_state),
+            (Method.SNAPSHOT, self._serve_snapshot),
+            (Method.CHUNK, self._serve_chunk),
+            (Method.RELEASE, self._serve_release),
+        ):
+            transport.serve(method, Route(handler=handler, admits=is_sibling))
+
+    # what the trainer tells ----------------------------------------------------------
+
+    def stands_at(self, step: int, digest: bytes) -> None:
+        """This node is in ``step``; ``digest`` is that of its parameters now."""
+        self._step = step
+        self._digests[step] = digest
+        while len(self._digests) > DIGESTS_KEPT:
+            del self._digests[next(iter(self._digests))]
+        if self._frozen is not None and not self._in_use():
+            self._forget()
+        self._wake()
+
+    def withhold(self) -> None:
+        """Give nothing until ``stands_at`` is called: this node's own state is in doubt, or about to be replaced."""
+        self._step = None
+        self._digests.clear()
+        self._forget()
+        self._wake()
+
+    def _wake(self) -> None:
+        event, self._moved = self._moved, asyncio.Event()
+        event.set()
+
+    # answering -----------------------------------------------------------------------
+
+    async def _serve_state(self, request: Request) -> Response:
+        asked = decode(StateQuery, request.head).step
+        if self._step is None:
+            raise _nothing_to_give()
+        frozen = self._frozen.answer.step if self._frozen is not None and self._in_use() else None
+        parameters = b"" if asked is None else self._digests.get(asked, b"")
+        return Response(head=encode(StateStatus(step=self._step, frozen=frozen, parameters=parameters)))
 
     async def _serve_snapshot(self, request: Request) -> Response:
-        async with self._lock:
-            stale = time.monotonic() - self._last_asked > KEEP_SECONDS
-            if self._frozen is None or stale:
-                state = await self._freeze()
-                self._frozen = await asyncio.to_thread(_freeze, state)
-            self._last_asked = time.monotonic()
-            return Response(head=encode(self._frozen[0]))
+        step = decode(Snapshot, request.head).step
+        if self._kept(step) is None:
+            await self._reach(step)
+        async with self._freezing:
+            frozen = self._kept(step)
+            if frozen is None:
+                self._check_may_freeze(step)
+                frozen = self._frozen = await self._take()
+            self._users[request.peer] = self._clock()
+        if frozen.answer.step != step:  # the step ended in between
+            raise RefusedError(f"step {step} is over; the state of step {frozen.answer.step} is kept", kind="too_old")
+        return Response(head=encode(frozen.answer))
 
     async def _serve_chunk(self, request: Request) -> Response:
         message = decode(Chunk, request.head)
-        if self._frozen is None or self._frozen[0].step != message.step:
+        frozen = self._kept(message.step)
+        if frozen is None:
             raise RefusedError(f"the snapshot of step {message.step} is no longer kept", kind="too_old")
-        self._last_asked = time.monotonic()
-        start = message.index * CHUNK_BYTES
-        data = self._frozen[1]
-        if start >= len(data):
+        if message.index >= len(frozen.answer.chunks):
             raise RefusedError("there is no such chunk", kind="range")
-        return Response(body=(memoryview(data)[start : start + CHUNK_BYTES],))
+        self._users[request.peer] = self._clock()
+        start = message.index * frozen.answer.chunk_bytes
+        return Response(body=(self._lend(frozen.image, start, start + frozen.answer.chunk_bytes, request.peer),))
 
-    def forget_old(self, step: int) -> None:
-        """Let go of a snapshot that no joiner could still catch up from, or that nobody asks for."""
-        if self._frozen is None:
-            return
-        if step - self._frozen[0].step > 8 or time.monotonic() - self._last_asked > KEEP_SECONDS:
-            self._frozen = None
+    async def _serve_release(self, request: Request) -> Response:
+        frozen = self._kept(decode(Release, request.head).step)
+        if frozen is not None and self._users.pop(request.peer, None) is not None and not self._users:
+            self._forget()
+        return Response()
+
+    # freezing ------------------------------------------------------------------------
+
+    async def _reach(self, step: int) -> None:
+        """Wait until this node is in a step.
+
+        Raises:
+            RefusedError: it is past it, or far from it, or has nothing to give.
+        """
+        try:
+            async with asyncio.timeout(self._limits.boundary):
+                while self._step is not None and step - MAX_AHEAD <= self._step < step:
+                    await self._moved.wait()
+        except TimeoutError:
+            raise RefusedError(f"step {step} has not begun yet", kind="not_yet") from None
+        if self._step is None:
+            raise _nothing_to_give()
+        if self._step < step:
+            raise RefusedError(f"step {step} is far off; this is step {self._step}", kind="wrong_step")
+
+    def _check_may_freeze(self, step: int) -> None:
+        now = self._clock()
+        if self._step != step:
+            raise RefusedError(f"step {step} is over; this is step {self._step}", kind="too_old")
+        if self._frozen is not None and self._in_use():
+            raise RefusedError(f"this node keeps the state of step {self._frozen.answer.step} for others", kind="busy")
+        if now < self._may_freeze_at:
+            raise RefusedError(f"the next snapshot can be had in {self._may_freeze_at - now:.0f} s", kind="busy")
+
+    async def _take(self) -> _Frozen:
+        """Freeze the present state."""
+        self._forget()  # before there is memory for the next one
+        started = self._clock()
+        try:
+            image = await asyncio.to_thread(self._allocate)
+            step, parameters = await self._freeze(lambda state: self._layout.pack(state, image))
+            answer = await asyncio.to_thread(lambda: self._layout.describe(image, step=step, parameters=parameters))
+        finally:  # also when nobody waits for it any more: a joiner must not make this node freeze all the time
+            now = self._clock()
+            self._may_freeze_at = now + (now - started) / self._limits.freezing_share
+        return _Frozen(answer=answer, image=image, since=now)
+
+    def _allocate(self) -> torch.Tensor:
+        size = self._layout.size
+        if self._memory() < size * (1 + self._limits.spare_memory):
+            raise RefusedError(f"there is no memory here for a copy of {size >> 20} MiB", kind="unavailable")
+        return self._layout.image()
+
+    def _kept(self, step: int) -> _Frozen | None:
+        return self._frozen if self._frozen is not None and self._frozen.answer.step == step else None
+
+    def _in_use(self) -> bool:
+        """Whether a joiner still needs the frozen state."""
+        now = self._clock()
+        self._users = {peer: asked for peer, asked in self._users.items() if now - asked <= self._limits.lease}
+        return bool(self._users) and self._frozen is not None and now - self._frozen.since <= self._limits.hold
+
+    def _forget(self) -> None:
+        self._frozen = None
+        self._users.clear()
+
+    # sending -------------------------------------------------------------------------
+
+    def _lend(self, image: torch.Tensor, start: int, end: int, peer: str) -> memoryview:
+        """A view of a chunk, which counts against the limits until it has been sent.
+
+        Raises:
+            RefusedError: enough is on its way.
+        """
+        if self._sending.total() >= self._limits.chunks or self._sending[peer] >= self._limits.chunks_each:
+            raise RefusedError("enough chunks are on their way; ask again in a moment", kind="busy")
+        chunk = image.numpy()[start:end]
+        self._sending[peer] += 1
+        # Whoever sends it holds it until it is written; nothing else tells when that is.
+        weakref.finalize(chunk, self._sent, peer).atexit = False
+        return chunk.data
+
+    def _sent(self, peer: str) -> None:
+        self._sending[peer] -= 1
+        if not self._sending[peer]:
+            del self._sending[peer]
 
 
-def _freeze(state: StageState) -> tuple[SnapshotAnswer, bytes]:
-    data = pack_state(state)
-    chunks = tuple(
-        hashlib.sha256(memoryview(data)[start : start + CHUNK_BYTES]).digest()
-        for start in range(0, len(data), CHUNK_BYTES)
-    )
-    answer = SnapshotAnswer(
-        step=state.step,
-        size=len(data),
-        parameters=parameter_digest(state.parameters),
-        chunk_bytes=CHUNK_BYTES,
-        chunks=chunks,
-    )
-    return answer, data
-
-
-async def fetch_state(
-    transport: Transport,
-    donor: str,
-    *,
-    like: StageState,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> StageState:
-    """Download a state from a donor and check it.
-
-    Args:
-        like: a state of this stage, for names, shapes and the size limit.
-        on_progress: called with bytes done and bytes in all.
-
-    Raises:
-        SentinelError: the donor is gone, refuses, or what it gave is not what it announced.
-    """
-    response = await transport.call(donor, Method.SNAPSHOT, Snapshot(), timeout=CALL_SECONDS)
-    answer = decode(SnapshotAnswer, response.head)
-    expected = len(pack_state(like))
-    # The step in the metadata may have more digits than ours; beyond that, sizes agree exactly.
-    if abs(answer.size - expected) > 64 or answer.chunk_bytes != CHUNK_BYTES:
-        raise MessageError(f"a snapshot of {answer.size} bytes was offered, {expected} expected", kind="snapshot")
-    if len(answer.chunks) != -(-answer.size // CHUNK_BYTES):
-        raise MessageError("a snapshot names another number of chunks than its size has", kind="snapshot")
-    data = bytearray(answer.size)
-    done = 0
-    slots = asyncio.Semaphore(MAX_CONCURRENT_CHUNKS)
-
-    async def fetch(index: int) -> None:
-        nonlocal done
-        async with slots:
-            chunk = await transport.call(
-                donor,
-                Method.CHUNK,
-                Chunk(step=answer.step, index=index),
-                timeout=CALL_SECONDS,
-                reply_limit=CHUNK_BYTES,
-            )
-        if hashlib.sha256(chunk.data).digest() != answer.chunks[index]:
-            raise MessageError(f"chunk {index} of a snapshot does not match its hash", kind="snapshot")
-        start = index * CHUNK_BYTES
-        if len(chunk.data) != min(CHUNK_BYTES, answer.size - start):
-            raise MessageError(f"chunk {index} of a snapshot has the wrong size", kind="snapshot")
-        data[start : start + len(chunk.data)] = chunk.data
-        done += len(chunk.data)
-        on_progress(done, answer.size)
-
-    downloads = [asyncio.ensure_future(fetch(index)) for index in range(len(answer.chunks))]
-    try:
-        await asyncio.gather(*downloads)
-    finally:
-        for download in downloads:
-            download.cancel()
-    state = await asyncio.to_thread(unpack_state, bytes(data), step=answer.step, like=like)
-    if parameter_digest(state.parameters) != answer.parameters:
-        raise MessageError("a snapshot's parameters do not match their digest", kind="snapshot")
-    return state
+def _nothing_to_give() -> RefusedError:
+    return RefusedError("this node is fetching its own state; ask another", kind="unavailable")

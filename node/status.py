@@ -47,6 +47,7 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         "steps_per_second": steps_per_second,
         "tokens_per_second": steps_per_second * tokens_per_step,
         "parameters_digest": trainer.parameters.hex() if trainer is not None else "",
+        "checkpoint": node.checkpointer.status() if node.checkpointer is not None else None,
         "uptime_seconds": time.time() - node.started,
         "contribution": {
             "microbatches": counters.microbatches,

@@ -160,6 +160,8 @@ def _save(folder: Path, tokenizer: tokenizers.Tokenizer, marks: dict[str, str]) 
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": _UNBOUNDED,
+        # Otherwise transformers 4 adds token types, which a Llama refuses.
+        "model_input_names": ["input_ids", "attention_mask"],
         **marks,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

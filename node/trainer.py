@@ -14,29 +14,34 @@ from collections.abc import Callable
 
 import torch
 
-from node.averaging import Averager, Committed, Contribution, OutOfSyncError
-from node.barrier import Coverage, Deadline
+from node.averaging import Averager, Committed, OutOfSyncError
+from node.backlog import Backlog, BacklogLimits
+from node.barrier import Deadline
 from node.baselines import Baselines
+from node.butterfly import Contribution
+from node.checkpointer import Checkpointer
 from node.data import TokenStream
 from node.digest import parameter_digest
+from node.donors import NoDonorError
 from node.drill import Drill
 from node.guard import Guard
 from node.history import ParameterHistory
+from node.inquiry import Inquiry
+from node.joiner import Joiner
 from node.membership import Membership
 from node.optimizer import StepOptimizer
 from node.pipeline import Pipeline
+from node.sharing import Sharing
+from node.snapshot import Layout, StageState
 from node.stage import StageRunner
-from node.statesync import StageState, StateServer, fetch_state
+from node.statesync import StateServer
 from node.telemetry import Telemetry
-from node.wiring import Wire, assign_microbatches, shares, shuffled, wire
-from node.work import Step, UnfinishedError
+from node.wiring import Wire, shares, wire
+from node.work import Step
 from node.worker import ComputeWorker, Priority
-from protocol.errors import LocalError, RemoteError, SentinelError
-from protocol.fields import decode, encode
+from protocol.errors import MessageError, SentinelError
 from protocol.manifest import Manifest
-from protocol.messages import Method, ShareAnswer, ShareDone
 from protocol.records import NodeState
-from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
 from verifier.verdicts import Reason
 
@@ -45,7 +50,12 @@ log = logging.getLogger(__name__)
 FIRST_LIMIT_SECONDS = 180.0
 ACTIVE_AHEAD_STEPS = 2
 """A joiner that has caught up takes work two steps later, so that everybody has heard of it by then."""
-FINISHED_ROUND = 64
+FIRST_PAUSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 30.0
+"""Between attempts to get the state of the stage; doubled after each."""
+BACKLOG_AGGREGATES = 9
+LEAST_BACKLOG_BYTES = 64 << 20
+"""How much of what siblings commit meanwhile a joiner holds: as much as three states, or this where those are small."""
 
 
 class Trainer:
@@ -67,9 +77,11 @@ class Trainer:
         history: ParameterHistory,
         data: TokenStream | None,
         set_state: Callable[[NodeState, str], None],
+        checkpointer: Checkpointer,
         drill: Drill | None = None,
     ) -> None:
-        """``data`` is needed at stage 0 only. ``set_state`` tells the state and why the node is in it."""
+        """``data`` is needed at stage 0 only. ``set_state`` tells the state and why the node is in it. ``history``
+        knows of which step the runner's parameters are."""
         self._manifest = manifest
         self._swarm = bytes.fromhex(manifest.swarm_id)
         self._stage = stage
@@ -83,16 +95,14 @@ class Trainer:
         self._telemetry = telemetry
         self._history = history
         self._drill = drill
-        self._data = data
         self._set_state = set_state
+        self._checkpointer = checkpointer
         self._deadline = Deadline(first_limit=FIRST_LIMIT_SECONDS)
-        self._coverages: dict[int, Coverage] = {}
-        self._covered = -1
         self._ends: set[asyncio.Task[None]] = set()
         self._between_steps = asyncio.Lock()
-        self.step = 0
+        self.step = history.step
         """Steps applied; also the number of the step that comes next, or is under way."""
-        self.parameters = history.digest_at(0) or b""
+        self.parameters = history.digest_at(self.step) or b""
         self.averager = Averager(
             me=membership.me,
             transport=transport,
@@ -112,20 +122,61 @@ class Trainer:
             siblings=self._siblings,
             is_sibling=self._is_sibling,
         )
-        self.state_server = StateServer(transport, freeze=self._freeze, is_sibling=self._is_sibling)
-        if stage == 0:
-            transport.serve(Method.SHARE_DONE, Route(handler=self._serve_share_done, admits=self._is_sibling))
+        layout = Layout.of(self._state())
+        self.state_server = StateServer(
+            transport, layout=layout, freeze=self._freeze, digest=self.parameters, is_sibling=self._is_sibling
+        )
+        self._inquiry = Inquiry(transport=transport, siblings=self._donors, introduce=membership.introduce)
+        self._joiner = Joiner(
+            transport=transport,
+            layout=layout,
+            inquiry=self._inquiry,
+            claimed=self._claimed,
+            tell=lambda text: set_state(NodeState.SYNCING, text),
+            progress=telemetry.metrics.state_fetched,
+            on_false=self._gave_false_state,
+        )
+        if self.step > 0:
+            # Before a message can come: one that is refused as too early is not sent again.
+            self.averager.stand_at(self.step)
+            pipeline.expect(self.step)
+            self.state_server.stands_at(self.step, self.parameters)
+        checkpointer.attach(stage, self._freeze)
+        self._sharing = None if data is None else self._first_stage(data)
+
+    def _first_stage(self, data: TokenStream) -> Sharing:
+        return Sharing(
+            manifest=self._manifest,
+            transport=self._transport,
+            membership=self._membership,
+            guard=self._guard,
+            pipeline=self._pipeline,
+            telemetry=self._telemetry,
+            data=data,
+            deadline=self._deadline,
+            present=lambda: self.step,
+            siblings=self._siblings,
+            is_sibling=self._is_sibling,
+            on_stalled=self._stalled,
+        )
 
     # life ----------------------------------------------------------------------------
 
-    async def run(self) -> None:
+    async def run(self, *, behind: bool) -> None:
         """Train until the manifest's last step (for ever if it has none).
+
+        Args:
+            behind: siblings are further, or have other parameters.
 
         Raises:
             SentinelError: training cannot go on; says why.
         """
-        if self._membership.view.begun_step(without={self._membership.me}):
-            await self._synchronise()
+        begun = self._membership.view.begun_step(without={self._membership.me})
+        if behind or ((begun or 0) > self.step and self._donors()):
+            await self._catch_up()
+        elif self.step > 0 and self._stage < self._manifest.num_stages - 1:
+            # It may have left before all of the next stage heard of the end of the step before.
+            self._spawn_end(self.step - 1, 0.0, 0)
         last = self._manifest.training.steps
         while last == 0 or self.step < last:
             try:
@@ -139,6 +190,7 @@ class Trainer:
         for task in list(self._ends):
             task.cancel()
         await asyncio.gather(*self._ends, return_exceptions=True)
+        await self.averager.close()
         await self.baselines.close()
 
     # one step ------------------------------------------------------------------------
@@ -149,12 +201,13 @@ class Trainer:
         self.averager.stand_at(number)
         self._set_state(NodeState.TRAINING, f"step {number}")
         step = self._pipeline.begin(number, self.parameters, self._wires(number))
-        if self._stage == 0:
-            losses = await self._train_share(step)
+        if self._sharing is not None:
+            losses = await self._sharing.train(step)
             loss, microbatches = sum(losses.values()) / max(1, len(losses)), len(losses)
         else:
-            barrier = await self._serve_until_over(step)
-            loss, microbatches = barrier, len(step.losses)
+            loss, microbatches = await self._serve_until_over(step), len(step.losses)
+            if not loss and microbatches:  # the stage above has come back, and knows of no loss
+                loss = sum(step.losses.values()) / microbatches
         self._pipeline.finish(step)
         if self._stage < self._manifest.num_stages - 1:
             self._spawn_end(number, loss, microbatches)
@@ -204,118 +257,6 @@ class Trainer:
         self._ends.add(task)
         task.add_done_callback(self._ends.discard)
 
-    # stage 0 -------------------------------------------------------------------------
-
-    async def _train_share(self, step: Step) -> dict[int, float]:
-        """Train this node's share, and what siblings could not; returns every microbatch's loss."""
-        coverage = self._coverage(step.number)
-        me = self._membership.me
-        assigned = assign_microbatches(
-            self._swarm,
-            step.number,
-            self._manifest.microbatches_per_step,
-            shares(self._membership.view.roster(0, step.number, without=self._guard.ejected())),
-        ).get(me, [])
-        failed: set[int] = set()
-        absent: set[str] = set()
-        for round_number in range(FINISHED_ROUND):
-            await self._train_microbatches(step, assigned, failed)
-            coverage.announce(me, round_number, dict(step.losses), failed)
-            await self._await_siblings(step, coverage, round_number, failed, absent)
-            live = self._covering(step.number, absent)
-            if not coverage.missing(live):
-                break
-            dealt = coverage.deal(shuffled(self._swarm, step.number, 0, live))
-            if not any(dealt.values()):
-                for microbatch in coverage.missing(live):
-                    self._telemetry.lost(step.number, microbatch)
-                break
-            assigned = dealt[me]
-        self._covered = step.number
-        losses = coverage.losses(self._covering(step.number, absent))
-        for old in [number for number in self._coverages if number < step.number]:
-            del self._coverages[old]
-        self._membership.notify()
-        return losses
-
-    async def _train_microbatches(self, step: Step, assigned: list[int], failed: set[int]) -> None:
-        assert self._data is not None
-        data = self._data
-        training = self._manifest.training
-
-        async def train(microbatch: int) -> None:
-            tokens = data.sequences(
-                step.number,
-                microbatch,
-                per_microbatch=training.sequences_per_microbatch,
-                context=self._manifest.model.context,
-            )
-            try:
-                await self._pipeline.train_tokens(step, microbatch, tokens)
-            except UnfinishedError as error:
-                log.warning("microbatch %d of step %d goes to a sibling: %s", microbatch, step.number, error)
-                failed.add(microbatch)
-
-        await asyncio.gather(*map(train, assigned))
-
-    def _covering(self, number: int, absent: set[str]) -> list[str]:
-        """This node and its live siblings, less those that stalled in this step."""
-        return [self._membership.me, *(peer for peer in self._siblings(number) if peer not in absent)]
-
-    async def _await_siblings(
-        self, step: Step, coverage: Coverage, round_number: int, failed: set[int], absent: set[str]
-    ) -> None:
-        """Tell the siblings what is trained, and wait until each has told the same of this round."""
-        message = ShareDone(
-            step=step.number,
-            round=round_number,
-            losses=tuple(sorted(step.losses.items())),
-            failed=tuple(sorted(failed)),
-        )
-        told: set[str] = set()
-
-        async def tell(peer: str) -> None:
-            try:
-                response = await self._transport.call(
-                    peer, Method.SHARE_DONE, message, timeout=self._manifest.network.hop_timeout_seconds
-                )
-                told.add(peer)
-                if decode(ShareAnswer, response.head).finished:
-                    known = coverage.announced.get(peer, (0, {}, frozenset()))
-                    coverage.announce(peer, FINISHED_ROUND, known[1], known[2])
-            except RemoteError as error:
-                log.debug("sibling %s refused the share of step %d: %s", peer[-8:], step.number, error)
-            except SentinelError as error:
-                log.debug("sibling %s did not take the share of step %d: %s", peer[-8:], step.number, error)
-
-        def pending() -> list[str]:
-            return coverage.waiting_for(self._covering(step.number, absent), round_number)
-
-        started = time.monotonic()
-        while True:
-            untold = [peer for peer in self._covering(step.number, absent) if peer not in told]
-            await asyncio.gather(*(tell(peer) for peer in untold if peer != self._membership.me))
-            with self._telemetry.phase("idle"):
-                if await self._membership.wait_until(lambda: not pending(), 1.0):
-                    break
-            if time.monotonic() - started > self._deadline.limit():
-                for peer in pending():
-                    self._stalled(peer)
-                    absent.add(peer)
-        self._deadline.learn(time.monotonic() - step.started)
-
-    async def _serve_share_done(self, request: Request) -> Response:
-        message = decode(ShareDone, request.head)
-        if not self.step <= message.step <= self.step + 1:
-            return Response(head=encode(ShareAnswer(finished=message.step < self.step)))
-        coverage = self._coverage(message.step)
-        coverage.announce(request.peer, message.round, dict(message.losses), message.failed)
-        self._membership.notify()
-        return Response(head=encode(ShareAnswer(finished=message.step <= self._covered)))
-
-    def _coverage(self, number: int) -> Coverage:
-        return self._coverages.setdefault(number, Coverage(count=self._manifest.microbatches_per_step))
-
     # siblings ------------------------------------------------------------------------
 
     def _siblings(self, number: int) -> list[str]:
@@ -333,15 +274,22 @@ class Trainer:
     async def _apply(self, committed: Committed) -> None:
         """Apply an agreed aggregate: the same bits on every sibling."""
         async with self._between_steps:
-            self.parameters = await self._worker.run(
-                Priority.BACKWARD, self._apply_in_worker, committed.mean, committed.step
+            update = asyncio.ensure_future(
+                self._worker.run(Priority.BACKWARD, self._apply_in_worker, committed.mean, committed.step)
             )
+            try:
+                self.parameters = await asyncio.shield(update)
+            except asyncio.CancelledError:
+                # A node that leaves just now must not write a checkpoint of half an update.
+                self.parameters, self.step = await update, committed.step + 1
+                raise
             self.step = committed.step + 1
         self._telemetry.applied(committed.step, self.parameters)
         self.averager.remember(committed)
         self.baselines.share(committed.step)
-        self.state_server.forget_old(self.step)
+        self.state_server.stands_at(self.step, self.parameters)
         self._membership.update_claim(step=self.step, digest=self.parameters)
+        self._checkpointer.step_begins(self.step)
 
     def _apply_in_worker(self, mean: torch.Tensor, number: int) -> bytes:
         with self._telemetry.phase("optimizer"):
@@ -358,57 +306,103 @@ class Trainer:
         return digest
 
     def _state(self) -> StageState:
+        """The live state; not a copy."""
         return StageState(
-            step=self.step,
-            parameters=self._runner.flat_parameters().detach().clone(),
-            optimizer={name: tensor.clone() for name, tensor in self._optimizer.state().items()},
+            step=self.step, parameters=self._runner.flat_parameters().detach(), optimizer=self._optimizer.state()
         )
 
-    async def _freeze(self) -> StageState:
-        async with self._between_steps:
-            return await self._worker.run(Priority.CHECK, self._state)
+    async def _freeze(self, copy: Callable[[StageState], None]) -> tuple[int, bytes]:
+        """Run ``copy`` on the state while no step can change it; returns step and digest of the parameters.
 
-    async def _synchronise(self) -> None:
-        """Get the state from a sibling, follow its aggregates, and take work again."""
-        while True:
+        In a thread of its own: the compute thread goes on, since it only reads the state while a step is under way.
+        """
+        async with self._between_steps:
+            await asyncio.to_thread(lambda: copy(self._state()))
+            return self.step, self.parameters
+
+    async def _catch_up(self) -> None:
+        """Follow the siblings from this node's own checkpoint on, where they know the way from there; else fetch their
+        state."""
+        if self.step > 0:
             try:
-                await self._download()
-                await self._follow()
+                await self._resume()
                 return
             except SentinelError as error:
-                self._set_state(NodeState.SYNCING, f"trying another sibling: {error}")
-                await self._membership.wait_until(lambda: False, 1.0)
+                log.info("the checkpoint of step %d is of no use: %s", self.step, error)
+        await self._synchronise()
 
-    async def _download(self) -> None:
+    async def _resume(self) -> None:
+        self.state_server.withhold()
+        self._membership.update_claim(urgent=True, state=NodeState.SYNCING)
+        await self._joiner.check(self.step, self.parameters)
+        backlog = self._backlog()
+        try:
+            backlog.start(self.step)
+            await self._follow(backlog)
+        finally:
+            await backlog.close()
+
+    def _backlog(self) -> Backlog:
+        return Backlog(
+            fetch=lambda step: self.averager.fetch(step, self._givers(step)),
+            reached=self._inquiry.reached,
+            limits=BacklogLimits(
+                size=max(LEAST_BACKLOG_BYTES, BACKLOG_AGGREGATES * self._runner.flat_parameters().nbytes)
+            ),
+        )
+
+    async def _synchronise(self) -> None:
+        """Get the state from siblings, follow their aggregates, and take work again. Tries until it has worked."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            backlog = self._backlog()
+            try:
+                await self._download(backlog)
+                await self._follow(backlog)
+                return
+            except SentinelError as error:
+                log.debug("joining failed", exc_info=error)
+                self._set_state(NodeState.SYNCING, f"{error}; trying again in {pause:.0f} s")
+            finally:
+                await backlog.close()
+            nobody = not self._donors()
+            await self._membership.wait_until(lambda: nobody and bool(self._donors()), pause)  # noqa: B023
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _download(self, backlog: Backlog) -> None:
         # Whatever was accumulated belongs to parameters that are about to be replaced.
         await self._worker.run(Priority.BACKWARD, self._runner.take_gradient)
+        self.state_server.withhold()
         self._membership.update_claim(urgent=True, state=NodeState.SYNCING)
-        donors = [
+        if not self._donors():
+            raise NoDonorError(
+                f"training has begun and no replica of stage {self._stage} is there to give its state; waiting for one"
+            )
+        state = await self._joiner.fetch(backlog)
+        async with self._between_steps:
+            try:
+                self.parameters = await self._worker.run(Priority.CHECK, self._load, state)
+            except ValueError as error:  # values that no optimizer can have
+                raise MessageError(f"a sibling's state is not used: {error}", kind="snapshot") from None
+            self.step = state.step
+        self.state_server.stands_at(self.step, self.parameters)
+
+    def _donors(self) -> list[str]:
+        """Siblings that say that they have the state of the stage."""
+        return [
             claim.peer
             for claim in self._membership.view.replicas(self._stage, without=self._guard.ejected())
             if claim.state is NodeState.TRAINING and claim.peer != self._membership.me
         ]
-        if not donors:
-            self._set_state(
-                NodeState.SYNCING,
-                f"training has begun and no replica of stage {self._stage} is there to give its state; waiting for one",
-            )
-            await self._membership.wait_until(lambda: False, 2.0)
-            raise LocalError("no sibling has the state of this stage")
-        donor = random.choice(donors)
-        self._set_state(NodeState.SYNCING, f"downloading the stage's state from {donor[-8:]}")
-        await self._membership.introduce(donor)
 
-        def progress(done: int, total: int) -> None:
-            self._set_state(NodeState.SYNCING, f"downloading the stage's state: {done >> 20} of {total >> 20} MiB")
+    def _claimed(self, step: int) -> dict[str, bytes]:
+        """What siblings claim as the digest of their parameters before this step."""
+        claims = self._membership.view.claims
+        return {peer: claims[peer].digest for peer in self._donors() if claims[peer].step == step}
 
-        like = await self._freeze()
-        state = await fetch_state(self._transport, donor, like=like, on_progress=progress)
-        async with self._between_steps:
-            self.parameters = await self._worker.run(Priority.CHECK, self._load, state)
-            self.step = state.step
-        self.averager.stand_at(self.step)
-        self._pipeline.expect(self.step)
+    def _gave_false_state(self, peer: str, error: SentinelError) -> None:
+        self._transport.observer.remote_error(peer, error)
+        self._guard.strike(peer, Reason.PROTOCOL, self.step, detail=str(error))
 
     def _load(self, state: StageState) -> bytes:
         """Take a state over; returns the digest of its parameters."""
@@ -418,25 +412,30 @@ class Trainer:
         self._history.replaced(state.step, digest)
         return digest
 
-    async def _follow(self) -> None:
+    async def _follow(self, backlog: Backlog) -> None:
         """Apply what the siblings commit until this node's own first step comes."""
+        last = self._manifest.training.steps
         active_from: int | None = None
-        while active_from is None or self.step < active_from:
+        while (active_from is None or self.step < active_from) and not 0 < last <= self.step:
             self._set_state(NodeState.SYNCING, f"following the siblings at step {self.step}")
             self.averager.stand_at(self.step)
             self._pipeline.expect(self.step)
-            committed = await self.averager.fetch(self.step, self._givers())
+            if not backlog.holds(self.step):  # what is here can be applied before anybody is asked
+                present = await self._joiner.check(self.step, self.parameters)
+                if active_from is None and present is not None and present <= self.step + 1:
+                    active_from = max(self.step, present) + ACTIVE_AHEAD_STEPS
+                    backlog.stop_before(active_from)
+                    self._membership.update_claim(
+                        urgent=True, state=NodeState.PROBATION, active_from=active_from, step=self.step
+                    )
+                    await self._membership.announce()
+            committed = await backlog.take(self.step)
             await self._apply(committed)
             self._guard.end_step(committed.step)
-            if active_from is None and committed.present <= self.step:
-                active_from = self.step + ACTIVE_AHEAD_STEPS
-                self._membership.update_claim(
-                    urgent=True, state=NodeState.PROBATION, active_from=active_from, step=self.step
-                )
-                await self._membership.announce()
+        self.averager.stand_at(self.step)
         self._pipeline.expect(self.step)
 
-    def _givers(self) -> list[str]:
-        givers = self._siblings(self.step)
+    def _givers(self, step: int) -> list[str]:
+        givers = self._siblings(step)
         random.shuffle(givers)
         return givers

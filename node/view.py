@@ -108,18 +108,18 @@ class View:
         del table[stranger], signed[stranger]
         return True
 
-    def mark_gone(self, peer: str) -> bool:
-        """Note that a peer cannot be reached: its present claim no longer counts. True if it had one."""
+    def mark_gone(self, peer: str) -> Claim | None:
+        """Note that a peer cannot be reached: its present claim no longer counts, and is returned if there was one."""
         self.signed.pop(peer, None)
         self._by_stage.clear()
-        return self.claims.pop(peer, None) is not None
+        return self.claims.pop(peer, None)
 
-    def expire(self, now: float) -> list[str]:
-        """Drop what has run out; return the peers whose lease ended."""
-        ended = [peer for peer, claim in self.claims.items() if claim.expires <= now]
-        for peer in ended:
-            del self.claims[peer]
-            del self.signed[peer]
+    def expire(self, now: float) -> list[Claim]:
+        """Drop what has run out; return the claims whose lease ended."""
+        ended = [claim for claim in self.claims.values() if claim.expires <= now]
+        for claim in ended:
+            del self.claims[claim.peer]
+            del self.signed[claim.peer]
             self._by_stage.clear()
         for key in [key for key, accusation in self.accusations.items() if accusation.expires <= now]:
             del self.accusations[key]
@@ -157,13 +157,14 @@ class View:
             if claim.state in TAKES_WORK
             and claim.active_from <= step
             # Whoever still waits for the start long after it has not heard of it, and takes no work.
-            and (claim.state is not NodeState.WAITING or step <= STALE_WAIT_STEPS)
+            and (claim.state is not NodeState.WAITING or step <= claim.active_from + STALE_WAIT_STEPS)
         ]
 
     def missing(self, min_replicas: int, *, without: Collection[str] = ()) -> dict[int, int]:
-        """How many replicas each stage lacks to begin at step 0: stage -> count, only where some lack."""
+        """How many replicas each stage lacks to begin: stage -> count, only where some lack."""
         lacking = {
-            stage: min_replicas - len(self.roster(stage, 0, without=without)) for stage in range(self.num_stages)
+            stage: min_replicas - sum(claim.state in TAKES_WORK for claim in self.replicas(stage, without=without))
+            for stage in range(self.num_stages)
         }
         return {stage: count for stage, count in lacking.items() if count > 0}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from node.boundary import Incoming
 from node.guard import Judged
 from node.wiring import Dealer
-from protocol.errors import RefusedError
+from protocol.errors import MessageError, RefusedError
 from protocol.framing import Buffer
 
 
@@ -16,6 +16,11 @@ class UnfinishedError(RefusedError):
     """No replica of the next stage completed the microbatch."""
 
     default_kind = "unfinished"
+
+
+MAX_RUNS = 8
+"""Times that a caller may have one node compute the same microbatch in a step. A failure far down makes every stage
+above it try its replicas in turn; without a limit the tries multiply from stage to stage."""
 
 
 @dataclass(slots=True)
@@ -29,10 +34,25 @@ class Step:
     started: float = field(default_factory=time.monotonic)
     serving: int = 0
     closed: bool = False
-    seen: set[tuple[str, int, int]] = field(default_factory=set)
+    seen: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+    """(caller, microbatch) -> the attempts that came."""
     attempts: dict[int, int] = field(default_factory=dict)
     """Microbatch -> calls made for it so far, over all its arrivals here."""
     losses: dict[int, float] = field(default_factory=dict)
+
+    def arrives(self, caller: str, microbatch: int, attempt: int) -> None:
+        """Note that a caller has sent a microbatch.
+
+        Raises:
+            MessageError: kind "repeated"; the very same message came before.
+            RefusedError: kind "exhausted"; it has come too often.
+        """
+        attempts = self.seen.setdefault((caller, microbatch), set())
+        if attempt in attempts:
+            raise MessageError("a microbatch came twice in the same attempt", kind="repeated")
+        if len(attempts) >= MAX_RUNS:
+            raise RefusedError(f"microbatch {microbatch} came {MAX_RUNS} times, which is enough", kind="exhausted")
+        attempts.add(attempt)
 
     def next_attempt(self, microbatch: int) -> int:
         """The number of the next call for a microbatch. A node may see one again after its caller had to

@@ -161,6 +161,12 @@ class TrainingSection(Section):
         le=4096,
         description="Sequences that travel through the pipeline together. Divides sequences_per_step.",
     )
+    checkpoint_steps: int = Field(
+        default=50,
+        ge=1,
+        le=10**9,
+        description="Steps between two checkpoints of a node's stage. A restart loses up to so many steps.",
+    )
 
 
 class DataSection(Section):

@@ -25,6 +25,8 @@ MAX_SKETCH_BYTES = 16 * 1024
 MAX_HOP_BYTES = MAX_SKETCH_BYTES + 1024
 MAX_RECEIPT_BYTES = 1024
 MAX_BOUNDARY_DIMENSIONS = 3
+MAX_CHUNKS = 4096
+"""Of a snapshot: so many hashes fit the head of one frame."""
 
 
 class StreamKind(StrEnum):
@@ -48,8 +50,10 @@ class Method(StrEnum):
     TRAIN = "train"
     PART = "part"
     AGGREGATE = "aggregate"
+    STATE = "state"
     SNAPSHOT = "snapshot"
     CHUNK = "chunk"
+    RELEASE = "release"
     CLEARED = "cleared"
     AUDIT = "audit"
     EVIDENCE = "evidence"
@@ -365,19 +369,40 @@ class AggregateAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateQuery:
+    """To a sibling: how far are you, which state do you keep for joiners, and what were your parameters at ``step``?"""
+
+    step: int | None = optional(_step())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateStatus:
+    """The answer to StateQuery."""
+
+    step: int = _step()  # type: ignore[assignment]
+    """The step that I am in: so many have been applied."""
+    frozen: int | None = optional(_step())
+    """The step of the snapshot that I keep for somebody now."""
+    parameters: bytes = binary(0, 32, default=b"")
+    """Digest of my parameters before the step that was asked for; empty if I do not know it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Freeze your state for me; the answer says what there is to fetch."""
+    """Freeze your state before ``step`` for me, once you are there; the answer says what there is to fetch."""
+
+    step: int = _step()  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotAnswer:
-    """A frozen state: parameters and optimizer as one safetensors file."""
+    """A frozen state: the raw bytes of optimizer and parameters, whose layout both sides know."""
 
     step: int = _step()  # type: ignore[assignment]
     size: int = integer(1, 1 << 40)
     parameters: bytes = binary(32)
     chunk_bytes: int = integer(1, 1 << 30)
-    chunks: tuple[bytes, ...] = sequence(binary(32), 4096)
+    chunks: tuple[bytes, ...] = sequence(binary(32), MAX_CHUNKS)
     """SHA-256 of each chunk."""
 
 
@@ -386,7 +411,14 @@ class Chunk:
     """Chunk ``index`` of the snapshot of ``step``; the body of the answer."""
 
     step: int = _step()  # type: ignore[assignment]
-    index: int = integer(0, 4096)
+    index: int = integer(0, MAX_CHUNKS - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """I need your snapshot of ``step`` no longer."""
+
+    step: int = _step()  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,14 +81,14 @@ class Claim:
         peer: the writer's peer id.
         addresses: where to dial it; at most 8, each ending in its peer id.
         capacity: microbatches a second, above 0.
-        step: the last step that it has applied.
+        step: steps that it has applied; before the start, those in the checkpoint that it offers to go on from.
         digest: SHA-256 of its parameters at that step, or b"" when it has none yet.
         active_from: the first step in which it takes work.
         generation: grows with each start of the process (its start in Unix microseconds).
         sequence: grows with each renewal.
         expires: Unix seconds.
         label: the volunteer's name for the node. agent: its software. drill: the attack it plays, or "".
-        pinned: whether its volunteer chose the stage, so that it never moves.
+        pinned: whether it never moves, since its volunteer chose the stage or it has a checkpoint of it.
     """
 
     swarm: bytes

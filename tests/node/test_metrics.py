@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 
 import pytest
 from prometheus_client import Metric
@@ -58,6 +60,8 @@ def test_the_exposition_tells_everything_that_an_operator_needs(metrics: Metrics
         *("open_files", "open_files_limit", "resident_memory_bytes", "p2pd_up", "p2pd_resident_memory_bytes"),
         *("peers_connected", "parameter_agreement", "drill_active", "info", "event_loop_lag_seconds"),
         *("audits_total", "audit_seconds_bucket", "votes_total"),
+        *("state_fetched_bytes", "state_bytes"),
+        *("checkpoint_step", "checkpoint_age_seconds", "checkpoints_total", "checkpoint_seconds_bucket"),
         "contributed_microbatches_total",
     ):
         assert f"sentinel_{name}" in names
@@ -104,6 +108,16 @@ def test_known_series_exist_from_the_start_so_that_rates_can_be_taken() -> None:
     for vote in ("guilty", "honest"):
         assert value(fresh, "sentinel_votes_total", vote=vote) == 0
     assert value(fresh, "sentinel_phase_seconds_total", phase="audit") == 0
+    for outcome in module.CHECKPOINT_OUTCOMES:
+        assert value(fresh, "sentinel_checkpoints_total", outcome=outcome) == 0
+
+
+def test_a_checkpoint_grows_older_by_itself(metrics: Metrics) -> None:
+    assert math.isnan(value(metrics, "sentinel_checkpoint_age_seconds") or 0.0)
+    assert math.isnan(value(metrics, "sentinel_checkpoint_step") or 0.0)
+    metrics.checkpoint_kept(50, saved=time.time() - 100)
+    assert value(metrics, "sentinel_checkpoint_step") == 50
+    assert (value(metrics, "sentinel_checkpoint_age_seconds") or 0.0) >= 100
 
 
 def test_a_node_is_in_exactly_one_state(metrics: Metrics) -> None:

@@ -137,11 +137,11 @@ def test_leases_and_accusations_run_out() -> None:
         ]
     )
     assert view.expire(NOW + 29) == []
-    assert view.expire(NOW + 30) == ["a"]
+    assert [claim.peer for claim in view.expire(NOW + 30)] == ["a"]
     assert set(view.claims) == set(view.signed) == {"b"}
     old = claim("a", expires=NOW + 500)
     assert not view.merge(old, data_of(old), NOW + 31)  # the same number again, with a longer lease
-    assert view.expire(NOW + 100) == ["b"]
+    assert [claim.peer for claim in view.expire(NOW + 100)] == ["b"]
     assert set(view.accusers("x")) == {"b"}
     view.expire(NOW + 200)
     assert view.accusers("x") == {} and list(view.records()) == []
@@ -188,7 +188,7 @@ def test_a_finding_about_a_stage_that_does_not_exist_is_not_taken_in() -> None:
 
 def test_verdicts_run_out() -> None:
     view = viewing([claim("c"), verdict("a", "x"), verdict("b", "x", expires=NOW + 200)])
-    assert view.expire(NOW + 99) == ["c"]  # its lease is none of theirs
+    assert [claim.peer for claim in view.expire(NOW + 99)] == ["c"]  # its lease is none of theirs
     assert len(view.verdicts_on("x")) == 2
     assert view.expire(NOW + 100) == []
     assert [entry.writer for entry in view.verdicts_on("x")] == ["b"]
@@ -225,13 +225,23 @@ def test_the_roster_holds_those_who_take_work_in_a_step_in_order() -> None:
     assert roster(STALE_WAIT_STEPS) == "abc"
     assert roster(STALE_WAIT_STEPS + 1) == "ac"  # b still waits for a start that it has not heard of
     assert roster(4) == "ac" and roster(5) == "acd"
+    renewed = claim("b", state=NodeState.WAITING, step=9, active_from=9, sequence=1)  # it has a checkpoint of step 9
+    view.merge(renewed, data_of(renewed), NOW)
+    assert [roster(step) for step in (8, 9, 9 + STALE_WAIT_STEPS, 10 + STALE_WAIT_STEPS)] == [
+        "acd",
+        "abcd",
+        "abcd",
+        "acd",
+    ]
     assert roster(5, {"a", "c"}) == "d"
     assert [entry.peer for entry in view.roster(1, 0)] == ["e"] and view.roster(2, 0) == []
     assert len(view.replicas(0)) == 4 + len(NodeState) - len(TAKES_WORK)
 
 
 def test_missing_names_the_stages_that_lack_replicas() -> None:
-    view = viewing([claim("a"), claim("b"), claim("c", 1), claim("late", 1, active_from=9)])
+    waiting = {"state": NodeState.WAITING, "step": 9, "active_from": 9}  # with a checkpoint of step 9
+    gone = {"state": NodeState.DRAINING}
+    view = viewing([claim("a"), claim("b", **waiting), claim("c", 1, **waiting), claim("late", 1, **gone)])
     assert view.missing(2) == {1: 1, 2: 2}
     assert view.missing(1) == {2: 1}
     assert view.missing(1, without={"c"}) == {1: 1, 2: 1}

@@ -25,7 +25,7 @@ from protocol.packing import pack
 
 PEER = Identity(bytes(range(32))).peer_id
 DEFAULT = Manifest(name="attic")
-GOLDEN_SWARM_ID = "8e638328d6654379971ec111f89f2afd237b11ba75090713312b742f06c427e1"
+GOLDEN_SWARM_ID = "3a508c99078b122ab1a8c6912071db18e0e36cc8d0fbcf628a05f3c5c54b1359"
 
 names = st.text(min_size=1, max_size=64).filter(lambda name: name.isprintable() and name == name.strip())
 
