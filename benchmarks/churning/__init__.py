@@ -1,0 +1,1 @@
+"""Faults on purpose in a swarm of real processes: the schedule, what carries it out, and what is watched meanwhile."""
