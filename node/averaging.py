@@ -188,7 +188,7 @@ class Averager:
                 microbatches=contribution.microbatches,
                 parameters=contribution.parameters,
             )
-            committed = await self._announce(step, mine)
+            committed = await self._announce(step, mine, dropped)
             if committed is not None:
                 return committed
 
@@ -244,7 +244,9 @@ class Averager:
     def _live_members(self, step: int, dropped: set[str]) -> Members:
         return tuple(sorted({self._me, *(peer for peer in self._siblings(step) if peer not in dropped)}))
 
-    async def _announce(self, step: int, mine: Announcement) -> Committed | None:
+    async def _announce(self, step: int, mine: Announcement, dropped: set[str]) -> Committed | None:
+        """Tell the members; returns the step's aggregate if they have committed one. Those that are in a much earlier
+        step, and so cannot take part, are added to ``dropped``."""
         message = RoundJoin(
             step=step,
             attempt=mine.attempt,
@@ -264,6 +266,8 @@ class Averager:
                 log.debug("sibling %s did not take the announcement: %s", peer[-8:], error)
                 if isinstance(error, RefusedError) and error.kind == "too_old":
                     ahead.add(peer)
+                elif isinstance(error, RefusedError) and error.kind == "wrong_step":
+                    dropped.add(peer)
                 return
             if answer.committed:
                 held[peer] = answer.digest

@@ -7,7 +7,7 @@ work of the step can come. Who is gone, ejected or overdue is excused.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 MIN_LIMIT_SECONDS = 15.0
@@ -36,6 +36,24 @@ class Deadline:
         median = statistics.median(self._waits)
         deviation = statistics.median(abs(wait - median) for wait in self._waits)
         return max(MIN_LIMIT_SECONDS, 4 * median + MAD_FACTOR * deviation)
+
+
+AHEAD_STEPS = 2
+"""How much further others have to be before a node believes that they have gone on without it."""
+
+
+def left_behind(step: int, siblings: Mapping[str, int], upstream: Mapping[str, int]) -> bool:
+    """Whether the swarm has gone on without a replica that is still in ``step``.
+
+    Args:
+        siblings, upstream: the step that each live replica of this stage and of the one before says that it is in.
+
+    No end of ``step`` comes any more then, so that waiting for it would be for ever. More than half of all have to
+    say so, that no liar sends others to fetch a state again and again, and a sibling that can give it.
+    """
+    told = [*siblings.values(), *upstream.values()]
+    ahead = sum(number > step + AHEAD_STEPS for number in told)
+    return 2 * ahead > len(told) and any(number > step + AHEAD_STEPS for number in siblings.values())
 
 
 @dataclass(slots=True)

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
 
+MAX_ENDED = 4096
+"""Upstream peers, come and gone, whose last END is remembered."""
+
 MAX_CLEARED_HOPS = 8
 """Eight hops with the largest sketch fill half of what the head of a frame may hold."""
 
@@ -47,6 +50,7 @@ class Notices:
         self._digest_at = digest_at
         self._next_step = 0
         self._barriers: dict[int, EndBarrier] = {}
+        self._ended: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         transport.serve(Method.END, Route(handler=self._serve_end, admits=self._is_upstream))
         transport.serve(Method.CLEARED, Route(handler=self._serve_cleared, admits=self._is_sibling))
@@ -60,6 +64,10 @@ class Notices:
     def barrier(self, step: int) -> EndBarrier:
         """The ENDs of a step."""
         return self._barriers.setdefault(step, EndBarrier())
+
+    def ended(self, peer: str) -> int:
+        """The newest step of which a peer has told the end, whether this node took it or not; -1 for none."""
+        return self._ended.get(peer, -1)
 
     def _is_upstream(self, peer: str) -> bool:
         return self._membership.view.stage_of(peer) == self._stage - 1 and self._guard.allows(peer)
@@ -115,6 +123,9 @@ class Notices:
 
     async def _serve_end(self, request: Request) -> Response:
         message = decode(End, request.head)
+        if len(self._ended) > MAX_ENDED:
+            self._ended.clear()
+        self._ended[request.peer] = message.step
         if not self._next_step - 1 <= message.step <= self._next_step + 1:
             raise RefusedError(f"step {message.step} is not the present one", kind="wrong_step")
         self.barrier(message.step).end(request.peer, message.loss)

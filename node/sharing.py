@@ -19,7 +19,7 @@ from node.pipeline import Pipeline
 from node.telemetry import Telemetry
 from node.wiring import assign_microbatches, shares, shuffled
 from node.work import Step, UnfinishedError
-from protocol.errors import RemoteError, SentinelError
+from protocol.errors import RefusedError, RemoteError, SentinelError
 from protocol.fields import decode, encode
 from protocol.manifest import Manifest
 from protocol.messages import Method, ShareAnswer, ShareDone
@@ -144,6 +144,8 @@ class Sharing:
                     coverage.announce(peer, FINISHED_ROUND, known[1], known[2])
             except RemoteError as error:
                 log.debug("sibling %s refused the share of step %d: %s", peer[-8:], step.number, error)
+                if error.kind == "wrong_step":  # it is in a much earlier one, and finds that out by itself
+                    absent.add(peer)
             except SentinelError as error:
                 log.debug("sibling %s did not take the share of step %d: %s", peer[-8:], step.number, error)
 
@@ -166,8 +168,10 @@ class Sharing:
     async def _serve_share_done(self, request: Request) -> Response:
         message = decode(ShareDone, request.head)
         present = self._present()
-        if not present <= message.step <= present + 1:
-            return Response(head=encode(ShareAnswer(finished=message.step < present)))
+        if message.step > present + 1:
+            raise RefusedError(f"step {message.step} is not the present one ({present})", kind="wrong_step")
+        if message.step < present:
+            return Response(head=encode(ShareAnswer(finished=True)))
         coverage = self._coverage(message.step)
         coverage.announce(request.peer, message.round, dict(message.losses), message.failed)
         self._membership.notify()

@@ -16,7 +16,7 @@ import torch
 
 from node.averaging import Averager, Committed, OutOfSyncError
 from node.backlog import Backlog, BacklogLimits
-from node.barrier import Deadline
+from node.barrier import Deadline, left_behind
 from node.baselines import Baselines
 from node.butterfly import Contribution
 from node.checkpointer import Checkpointer
@@ -242,8 +242,15 @@ class Trainer:
         def over() -> bool:
             return barrier.passed(upstream()) and self._pipeline.quiet(step)
 
+        def alone() -> bool:
+            return self._left_behind(step.number)
+
         with self._telemetry.phase("idle"):
-            while not await self._membership.wait_until(over, self._deadline.limit()):
+            while (
+                not await self._membership.wait_until(lambda: over() or alone(), self._deadline.limit()) or not over()
+            ):
+                if alone():
+                    raise OutOfSyncError("the swarm has gone on without this node; fetching the siblings' state")
                 if not self._pipeline.quiet(step) or not barrier.ended:
                     continue  # work is under way, or the whole stage above is held up: nobody's fault yet
                 for peer in barrier.waiting_for(upstream()):
@@ -251,6 +258,19 @@ class Trainer:
                     barrier.excused.add(peer)
         self._deadline.learn(time.monotonic() - step.started)
         return barrier.loss()
+
+    def _left_behind(self, number: int) -> bool:
+        """Whether most siblings and upstream peers are in much later steps than this one."""
+
+        def steps(stage: int) -> dict[str, int]:
+            replicas = self._membership.view.replicas(stage, without={self._membership.me, *self._guard.ejected()})
+            return {
+                claim.peer: max(claim.step, self._pipeline.notices.ended(claim.peer) + 1)
+                for claim in replicas
+                if claim.state is NodeState.TRAINING
+            }
+
+        return left_behind(number, steps(self._stage), steps(self._stage - 1))
 
     def _spawn_end(self, number: int, loss: float, microbatches: int) -> None:
         task = asyncio.get_running_loop().create_task(self._pipeline.notices.send_end(number, loss, microbatches))

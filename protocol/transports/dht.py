@@ -27,6 +27,7 @@ from protocol.transports.hivemind_parts import (
 )
 
 WAIT_SECONDS = 2.0
+SHUTDOWN_SECONDS = 2.0
 """How long a DHT peer may take to answer; a frozen one costs this once, then it is avoided."""
 
 EXPIRY_TOLERANCE_SECONDS = 1e-3
@@ -92,7 +93,10 @@ class RecordStore(RecordKeeper):
         """Leave the DHT."""
         if self._node is not None:
             node, self._node = self._node, None
-            await node.shutdown()
+            # Taking back each handler waits for p2pd, which may be dead; what it held ends with it.
+            with contextlib.suppress(TimeoutError, OSError):
+                async with asyncio.timeout(SHUTDOWN_SECONDS):
+                    await node.shutdown()
 
     async def store(self, data: bytes) -> bool:
         """Publish one signed record under its own key; false if no DHT peer took it."""
