@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from node.rounds import (
     next_attempt,
     settle_members,
 )
+from node.survivors import outnumbered
 from protocol.errors import LocalError, MessageError, RefusedError, SentinelError
 from protocol.fields import decode, encode
 from protocol.messages import (
@@ -53,6 +54,8 @@ MAX_LOGGED_BYTES = 64 << 20
 """Committed aggregates kept for siblings that missed a commit or are catching up."""
 MAX_LOGGED_STEPS = 16
 CONTROL_SECONDS = 5.0
+WITNESS_SECONDS = 1.0
+"""Between questions to the neighbours whether lost siblings live."""
 MAX_ATTEMPTS = 8
 MAX_FOLLOWED_ATTEMPT = 2 * MAX_ATTEMPTS
 """No sibling that keeps to the rules gets further; a number above it must not drag the others along."""
@@ -72,6 +75,10 @@ class Committed:
     """Whether a sibling gave it, after this node missed a phase."""
 
 
+async def _nobody(lost: Collection[str]) -> Collection[str]:
+    return ()
+
+
 class Averager:
     """The averaging of one node, step after step."""
 
@@ -88,9 +95,17 @@ class Averager:
         on_stalled: Callable[[str], None],
         hop_seconds: float,
         on_failed_round: Callable[[], None] = lambda: None,
+        alive: Callable[[Collection[str]], Awaitable[Collection[str] | None]] = _nobody,
+        check_present: Callable[[int], None] = lambda step: None,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``siblings(step)`` lists live siblings, without this node, that take part in a step;
-        ``is_sibling`` tells whether a peer holds a claim on this stage at all."""
+        ``is_sibling`` tells whether a peer holds a claim on this stage at all.
+
+        ``alive(lost)`` returns those of some lost siblings that are there nevertheless, None if that cannot be known
+        now. ``check_present(step)`` raises OutOfSyncError if the swarm has gone on from ``step``. ``tell`` is told
+        why this node waits, in words for people.
+        """
         self._me = me
         self._transport = transport
         self._length = parameters
@@ -104,6 +119,11 @@ class Averager:
         self._log: OrderedDict[int, Committed] = OrderedDict()
         self._step = -1
         self._on_failed_round = on_failed_round
+        self._alive = alive
+        self._check_present = check_present
+        self._tell = tell
+        self._last_members: frozenset[str] = frozenset()
+        self._behind: set[str] = set()
         self.rounds_failed = 0
         transport.serve(Method.ROUND_JOIN, Route(handler=self._serve_join, admits=is_sibling))
         transport.serve(Method.ROUND_COMMIT, Route(handler=self._serve_commit, admits=is_sibling))
@@ -152,11 +172,15 @@ class Averager:
         step = contribution.step
         self._step = step
         attempt = 0
+        self._behind.clear()
         for _ in range(MAX_ATTEMPTS):
-            joined = await self._join(contribution, attempt)
-            if isinstance(joined, Committed):
-                return joined
-            members, attempt = joined
+            while True:
+                joined = await self._join(contribution, attempt)
+                if isinstance(joined, Committed):
+                    return joined
+                members, attempt = joined
+                if await self._may_go_on(step, members):
+                    break
             try:
                 mean = await self._butterfly.exchange(contribution, members, attempt)
                 announced = self._announced[step]
@@ -167,11 +191,32 @@ class Averager:
                 log.warning("averaging of step %d, attempt %d failed, trying again: %s", step, attempt, error)
                 committed = None
             if committed is not None:
+                self._last_members = frozenset(members)
                 return committed
             self.rounds_failed += 1
             self._on_failed_round()
             attempt += 1
         raise LocalError(f"the siblings could not agree on step {step} in {MAX_ATTEMPTS} attempts; restart the node")
+
+    async def _may_go_on(self, step: int, members: Members) -> bool:
+        """Whether these members may commit the step without those who were there in the last one; waits if not.
+
+        Raises:
+            OutOfSyncError: the others have gone on.
+        """
+        lost = self._last_members.difference(members, self._behind)
+        if not lost:
+            return True
+        alive = await self._alive(lost)
+        if alive is not None and not outnumbered(members, alive):
+            return True
+        names = ", ".join(sorted(peer[-8:] for peer in (lost if alive is None else alive)))
+        why = "no neighbour can be asked whether they live" if alive is None else "the neighbouring stages know them"
+        self._tell(f"not averaging without {names}, which cannot be reached: {why}")
+        before = self._live_members(step, set())
+        await self._wait_until(lambda: self._live_members(step, set()) != before, WITNESS_SECONDS)
+        self._check_present(step)
+        return False
 
     async def _join(self, contribution: Contribution, attempt: int) -> tuple[Members, int] | Committed:
         step = contribution.step
@@ -239,7 +284,9 @@ class Averager:
             standing = min(digests.values())
         if standing != mine.parameters:
             raise OutOfSyncError("this node's parameters differ from its siblings'; fetching theirs")
-        dropped.update(peer for peer, digest in digests.items() if digest != standing)
+        odd = {peer for peer, digest in digests.items() if digest != standing}
+        dropped |= odd
+        self._behind |= odd
 
     def _live_members(self, step: int, dropped: set[str]) -> Members:
         return tuple(sorted({self._me, *(peer for peer in self._siblings(step) if peer not in dropped)}))
@@ -268,6 +315,7 @@ class Averager:
                     ahead.add(peer)
                 elif isinstance(error, RefusedError) and error.kind == "wrong_step":
                     dropped.add(peer)
+                    self._behind.add(peer)
                 return
             if answer.committed:
                 held[peer] = answer.digest

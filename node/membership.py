@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from node.view import View
+from node.view import TAKES_WORK, View
 from protocol.errors import RecordError, SentinelError
 from protocol.fields import decode
 from protocol.identity import Identity
@@ -279,8 +279,9 @@ class Membership:
         for record, data in records:
             self.take(record, data)
 
-    async def fetch_view(self, peer: str) -> None:
-        """Ask a peer for everything that it knows."""
+    async def fetch_view(self, peer: str) -> set[str]:
+        """Ask a peer for everything that it knows; returns the peers that it knows to take work."""
+        known: set[str] = set()
         response = await self._transport.call(peer, Method.VIEW, Empty(), timeout=PUSH_SECONDS)
         for data in decode(Push, response.head).records:
             try:
@@ -288,6 +289,9 @@ class Membership:
             except RecordError:
                 continue  # expired on the way; whoever wrote it will write it anew
             self.take(record, data)
+            if isinstance(record, Claim) and record.state in TAKES_WORK:
+                known.add(record.peer)
+        return known
 
     # loops ---------------------------------------------------------------------------
 

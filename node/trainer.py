@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -35,6 +35,7 @@ from node.sharing import Sharing
 from node.snapshot import Layout, StageState
 from node.stage import StageRunner
 from node.statesync import StateServer
+from node.survivors import Witnesses
 from node.telemetry import Telemetry
 from node.wiring import Wire, shares, wire
 from node.work import Step
@@ -43,10 +44,12 @@ from protocol.errors import MessageError, SentinelError
 from protocol.manifest import Manifest
 from protocol.records import NodeState
 from protocol.transports.sessions import Transport
+from verifier.quorum import neighbouring_stages
 from verifier.verdicts import Reason
 
 log = logging.getLogger(__name__)
 
+LEFT_BEHIND = "the swarm has gone on without this node; fetching the siblings' state"
 FIRST_LIMIT_SECONDS = 180.0
 ACTIVE_AHEAD_STEPS = 2
 """A joiner that has caught up takes work two steps later, so that everybody has heard of it by then."""
@@ -114,6 +117,12 @@ class Trainer:
             on_stalled=self._stalled,
             hop_seconds=manifest.network.hop_timeout_seconds,
             on_failed_round=telemetry.round_failed,
+            alive=self._alive,
+            check_present=self._check_present,
+            tell=lambda text: set_state(NodeState.TRAINING, text),
+        )
+        self._witnesses = Witnesses(
+            neighbours=self._neighbours, ask=membership.fetch_view, needed=manifest.num_stages > 1
         )
         self.baselines = Baselines(
             transport=transport,
@@ -249,8 +258,7 @@ class Trainer:
             while (
                 not await self._membership.wait_until(lambda: over() or alone(), self._deadline.limit()) or not over()
             ):
-                if alone():
-                    raise OutOfSyncError("the swarm has gone on without this node; fetching the siblings' state")
+                self._check_present(step.number)
                 if not self._pipeline.quiet(step) or not barrier.ended:
                     continue  # work is under way, or the whole stage above is held up: nobody's fault yet
                 for peer in barrier.waiting_for(upstream()):
@@ -271,6 +279,18 @@ class Trainer:
             }
 
         return left_behind(number, steps(self._stage), steps(self._stage - 1))
+
+    def _check_present(self, number: int) -> None:
+        if self._left_behind(number):
+            raise OutOfSyncError(LEFT_BEHIND)
+
+    def _neighbours(self) -> list[str]:
+        view, ejected = self._membership.view, self._guard.ejected()
+        near = neighbouring_stages(self._stage, self._manifest.num_stages)
+        return [claim.peer for stage in near for claim in view.replicas(stage, without=ejected)]
+
+    async def _alive(self, lost: Collection[str]) -> set[str] | None:
+        return await self._witnesses.alive(set(lost) - self._guard.all_ejected())
 
     def _spawn_end(self, number: int, loss: float, microbatches: int) -> None:
         task = asyncio.get_running_loop().create_task(self._pipeline.notices.send_end(number, loss, microbatches))
