@@ -61,6 +61,8 @@ class Judged:
     judgement: Judgement | None
     flag: FlaggedError | None = None
     """What would have refused the tensor, in observe mode."""
+    borne: FlaggedError | None = None
+    """What would have refused the tensor, had its sender a sibling that could do the work instead."""
     cleared: tuple[str, ...] = ()
     """Replicas that sent this same flagged tensor: it is unusual, and nobody is to blame."""
     hops: tuple[bytes, ...] = ()
@@ -97,6 +99,13 @@ def checker_config(manifest: Manifest) -> CheckerConfig:
         norm_bound=settings.norm_bound,
         sketch_size=settings.sketch_size,
     )
+
+
+LONE_STRETCH = 4.0
+"""Fences within which a tensor is used all the same, and its sender not struck, while the sender is alone in its stage.
+
+Nobody could compute the tensor again, nor do the work instead: it would be lost, and honest tensors after a change in
+the swarm were seen at 1.06 to 4.4 fences. It teaches the baseline nothing."""
 
 
 class Guard:
@@ -197,6 +206,8 @@ class Guard:
         )
         if self.observing:
             return Judged(sender=sender, direction=direction, judgement=None, flag=error)
+        if replicas == 1 and Reason.NORM not in verdict.reasons and max(verdict.scores.values()) <= LONE_STRETCH:
+            return Judged(sender=sender, direction=direction, judgement=None, borne=error)
         raise error
 
     def accept(self, judged: Judged) -> None:
@@ -271,6 +282,11 @@ class Guard:
         """Act on a judgement that let the tensor pass: clear whom it clears; report what observe mode hides."""
         if judged.flag is not None:
             self.breach(judged.sender, judged.flag, step, microbatch)
+        if judged.borne is not None:
+            for reason in judged.borne.reasons:
+                self._telemetry.flagged(judged.sender, judged.borne.direction.value, reason.value)
+            text = f"{judged.borne}; its stage has no other replica, so microbatch {microbatch} is used"
+            self._telemetry.event("borne", step, peer=judged.sender, text=text)
         if judged.cleared:
             self.clear(judged.cleared, step=step, microbatch=microbatch)
         for peer in judged.contradicted:
