@@ -28,7 +28,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 OTHER: Final = "other"
 
 STATES: Final = tuple(state.value for state in NodeState)
-OUTCOMES: Final = ("completed", "retried", "refused", "failed", "lost")
+OUTCOMES: Final = ("completed", "retried", "refused", "failed", "lost", "unaveraged")
 PHASES: Final = ("forward", "backward", "wait", "send", "average", "optimizer", "check", "audit", "idle")
 REASONS: Final = tuple(reason.value for reason in Reason)
 DIRECTIONS: Final = tuple(direction.value for direction in Direction)

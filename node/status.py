@@ -57,6 +57,7 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         "microbatches_retried": counters.retried,
         "microbatches_refused": counters.refused,
         "microbatches_lost": counters.lost,
+        "microbatches_unaveraged": counters.unaveraged,
         "flags": counters.flags,
         "audits": counters.audits,
         "votes": counters.votes,

@@ -46,6 +46,7 @@ class Counters:
     retried: int = 0
     refused: int = 0
     lost: int = 0
+    unaveraged: int = 0
     flags: int = 0
     audits: int = 0
     votes: int = 0
@@ -139,6 +140,12 @@ class Telemetry(Observer):
         self.counters.lost += 1
         self.metrics.microbatches.labels(outcome="lost").inc()
         self.event("lost", step, text=f"microbatch {microbatch} was refused on every path")
+
+    def unaveraged(self, step: int, count: int) -> None:
+        """Gradients of so many microbatches are not in this stage's aggregate: they went with a replica that died."""
+        self.counters.unaveraged += count
+        self.metrics.microbatches.labels(outcome="unaveraged").inc(count)
+        self.event("unaveraged", step, text=f"the gradients of {count} microbatches went with a replica that is gone")
 
     def step_done(self, step: int, loss: float | None, seconds: float) -> None:
         """A step was committed."""

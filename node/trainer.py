@@ -226,6 +226,8 @@ class Trainer:
             committed = await self.averager.run(
                 Contribution(step=number, gradient=gradient, microbatches=count, parameters=self.parameters)
             )
+        if (missing := self._manifest.microbatches_per_step - committed.microbatches) > 0:
+            self._telemetry.unaveraged(number, missing)
         self._telemetry.averaged("refetched" if committed.fetched else "committed", time.monotonic() - averaging)
         await self._apply(committed)
         self._guard.end_step(number)
