@@ -12,12 +12,13 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 from aiohttp import web
 
 from node.metrics import CONTENT_TYPE, Metrics
-from node.page import render_page
+from node.page import asset, render_page
 from protocol.errors import PortInUseError, SettingsError
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ MAX_CONNECTIONS: Final = 128
 """Scrapers and browsers hold a few. Beyond it the oldest is closed, so that idle ones lock nobody out."""
 
 MAX_LINE_BYTES: Final = 4096
-"""Longest request line, and longest header: paths here have at most 8 characters."""
+"""Longest request line, and longest header: paths here have at most 9 characters."""
 
 MAX_BODY_BYTES: Final = 1024
 """Nothing here takes a body."""
@@ -40,7 +41,8 @@ CLOSE_SECONDS: Final = 2.0
 HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
-        "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -73,6 +75,8 @@ class HttpServer:
         """
         app = web.Application(middlewares=[_guarded], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/", self._page)
+        app.router.add_get("/page.css", partial(_serve_asset, asset("page.css"), "text/css"))
+        app.router.add_get("/live.js", partial(_serve_asset, asset("live.js"), "text/javascript"))
         app.router.add_get("/metrics", self._serve_metrics)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/readyz", self._readiness)
@@ -126,6 +130,10 @@ class HttpServer:
     async def _page(self, request: web.Request) -> web.Response:
         ready, _ = self._ready()
         return web.Response(text=render_page(self._status(), ready=ready), content_type="text/html")
+
+
+async def _serve_asset(text: str, kind: str, request: web.Request) -> web.Response:
+    return web.Response(text=text, content_type=kind)
 
 
 @web.middleware

@@ -1,30 +1,34 @@
-"""The page at ``/``: a node's status as plain HTML. A pure function; whatever it shows is escaped."""
+"""The page at ``/``: a node's status as HTML. A pure function; whatever it shows is escaped.
+
+A script keeps the page up to date from ``/status``. What is rendered here is what a browser without scripts shows, and
+what everybody sees until the first answer.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any, Final
 
 MAX_ROWS: Final = 50
 MAX_CELL_CHARS: Final = 200
 
-_STYLE: Final = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}"
-    "h1{font-size:1.4rem;margin-bottom:0}h2{font-size:1.05rem;margin-top:2rem}"
-    "p.state{margin-top:.2rem;color:#57606a}p.state b{color:#9a3412}p.state b.ready{color:#166534}"
-    "table{border-collapse:collapse;width:100%}"
-    "th,td{text-align:left;padding:.25rem .75rem .25rem 0;border-bottom:1px solid #d8dee4;vertical-align:top}"
-    "th{font-weight:600;white-space:nowrap}td{overflow-wrap:anywhere}"
-    "p.drill{background:#fef3c7;padding:.5rem .75rem}"
-    "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}p.state{color:#9198a1}"
-    "p.state b{color:#fb923c}p.state b.ready{color:#4ade80}th,td{border-color:#30363d}"
-    "p.drill{background:#453507}}"
-)
-
 _HEADLINES: Final = ("name", "state", "reason", "drill", "replicas", "events", "losses")
 """Fields of the status that have a place of their own on the page."""
+
+_LIVE: Final = """<main id="live" hidden>
+<section aria-label="The swarm at a glance"><dl class="numbers" id="glance"></dl></section>
+<section aria-labelledby="pipeline-title"><h2 id="pipeline-title">Pipeline</h2><ol class="stages" id="stages"></ol>
+<p class="legend">Green: trusted by this node. Yellow: new, or not much seen. Red: suspect, quarantined or ejected.</p>
+</section>
+<section aria-labelledby="loss-title"><h2 id="loss-title">Loss</h2><div id="curve"></div></section>
+<section aria-labelledby="checks-title"><h2 id="checks-title">Flagged, audited, ejected</h2>
+<div class="scroll" id="events"></div></section>
+<section aria-labelledby="mine-title"><h2 id="mine-title">What this node contributed</h2>
+<dl class="numbers" id="mine"></dl></section>
+</main>"""
 
 _REPLICA_COLUMNS: Final = ("stage", "peer", "label", "state", "step", "trust", "standing")
 _EVENT_COLUMNS: Final = ("time", "step", "kind", "stage", "peer", "text")
@@ -38,21 +42,30 @@ def render_page(status: Mapping[str, Any], *, ready: bool) -> str:
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{name}: {state}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{name}</h1>",
-        f'<p class="state"><b{mark}>{state}</b> {escape(_short(status.get("reason", "")))}</p>',
+        '<link rel="icon" href="data:,"><link rel="stylesheet" href="/page.css">'
+        f'<title>{name}: {state}</title><script src="/live.js" defer></script></head><body>',
+        f'<header><h1 id="name">{name}</h1>',
+        f'<p class="state" id="state" role="status"><b{mark}>{state}</b> '
+        f"{escape(_short(status.get('reason', '')))}</p></header>",
+        '<p class="stale" id="stale" role="alert" hidden>This node does not answer; what is shown may be old.</p>',
     ]
     if drill := status.get("drill"):
         what = _short(drill.get("attack", "") if isinstance(drill, Mapping) else drill)
         parts.append(f'<p class="drill">Drill: this node attacks the swarm on purpose ({escape(what)}).</p>')
+    parts += [_LIVE, '<div id="still">']
     parts.append(_facts({key: value for key, value in status.items() if key not in _HEADLINES}))
     parts.append(_table("Replicas", _REPLICA_COLUMNS, [_replica(row) for row in _rows(status, "replicas")]))
     parts.append(_table("Events", _EVENT_COLUMNS, [_event(row) for row in _rows(status, "events")][::-1]))
     parts.append(
-        '<p><a href="/status">status</a> · <a href="/metrics">metrics</a> · '
-        '<a href="/healthz">health</a> · <a href="/readyz">readiness</a></p></body></html>'
+        '</div><nav><a href="/status">status</a> · <a href="/metrics">metrics</a> · '
+        '<a href="/healthz">health</a> · <a href="/readyz">readiness</a></nav></body></html>'
     )
     return "\n".join(part for part in parts if part)
+
+
+def asset(name: str) -> str:
+    """The text of a file that the page loads: page.css or live.js."""
+    return (files("node") / "web" / name).read_text(encoding="utf-8")
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
