@@ -14,7 +14,7 @@ import click
 
 from node.drill_names import CONDUCT_ATTACKS, TENSOR_ATTACKS
 from node.version import VERSION
-from protocol.errors import InviteError, ManifestError, SentinelError, UsageError
+from protocol.errors import InviteError, ManifestError, PreflightError, SentinelError, UsageError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -279,6 +279,53 @@ def status(invite: str | None, as_json: bool, seconds: float) -> None:
 
     found = look(parsed, seconds=seconds)
     click.echo(json.dumps(found, indent=2) if as_json else render(found))
+
+
+@cli.command()
+@click.argument("invite", required=False, envvar="SENTINEL_INVITE")
+@_option(
+    "--state-dir",
+    envvar="SENTINEL_STATE_DIR",
+    type=click.Path(path_type=Path),
+    show_default=False,
+    help="Folder for identity and state [default: the platform's data folder].",
+)
+@_option("--host", envvar="SENTINEL_HOST", default="0.0.0.0", help="Address that the node would listen on.")
+@_option(
+    "--port", envvar="SENTINEL_PORT", type=click.IntRange(0, 65535), default=0, help="TCP port for peers; 0 for any."
+)
+@_option("--http-host", envvar="SENTINEL_HTTP_HOST", default="127.0.0.1", help="Address for metrics and status.")
+@_option(
+    "--http-port",
+    envvar="SENTINEL_HTTP_PORT",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="TCP port for metrics and status; 0 for any.",
+)
+@_option("--device", envvar="SENTINEL_DEVICE", default="auto", help="auto, cpu, cuda or cuda:N.")
+@_option("--timeout", "seconds", type=click.FloatRange(0.1, 600), default=20.0, help="Seconds for the swarm's answers.")
+@_option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(invite: str | None, state_dir: Path | None, as_json: bool, **options: Any) -> None:
+    """Look whether a node would work on this machine, and say what to do where not.
+
+    Changes nothing and joins nothing. With an INVITE the swarm is asked as well: whether it is there, whether its
+    nodes can connect to this machine, whether its stages fit. Exits 5 if a node would not work.
+
+    \b
+    Example:  sentinel doctor
+              sentinel doctor sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID --port 31331
+    """
+    from protocol.invite import parse_invite
+
+    parsed = parse_invite(invite) if invite else None
+    from node.doctor import Plan, examine
+    from node.findings import as_dict, render, works
+    from node.state_folder import StateFolder
+
+    found = examine(Plan(state_dir=StateFolder.resolve(state_dir), invite=parsed, **options))
+    click.echo(json.dumps(as_dict(found), indent=2) if as_json else render(found))
+    if not works(found):
+        raise SystemExit(PreflightError.exit_code)
 
 
 @cli.command()

@@ -24,6 +24,7 @@ from node.checkpointer import Checkpointer
 from node.checkpoints import CheckpointStore
 from node.coordinator import SwarmWatch, fetch_step
 from node.device import available_memory_bytes, choose_device
+from node.dialback import DialBacks
 from node.drill import Drill, DrillPlan, parse_drill
 from node.forming import Applicant, Forming, Place
 from node.guard import Guard
@@ -218,6 +219,7 @@ class Node:
         transport.serve(Method.MANIFEST, Route(handler=self._serve_manifest))
         transport.serve(Method.VIEW, Route(handler=self._serve_view))
         transport.serve(Method.STATUS, Route(handler=self._serve_status))
+        transport.serve(Method.DIAL_BACK, Route(handler=DialBacks().serve))
         self.metrics.identify(peer=self.identity.peer_id, swarm=self.swarm.hex())
         if not self.settings.coordinates:
             self._tell_parent()

@@ -42,6 +42,7 @@ class Method(StrEnum):
     MANIFEST = "manifest"
     VIEW = "view"
     STATUS = "status"
+    DIAL_BACK = "dial_back"
     PUSH = "push"
     END = "end"
     SHARE_DONE = "share_done"
@@ -72,7 +73,7 @@ STREAM_OF: dict[Method, StreamKind] = {
     method: StreamKind.TENSOR if method in _BULKY else StreamKind.CONTROL for method in Method
 }
 
-PUBLIC_METHODS = frozenset({Method.MANIFEST, Method.VIEW, Method.STATUS, Method.PUSH})
+PUBLIC_METHODS = frozenset({Method.MANIFEST, Method.VIEW, Method.STATUS, Method.PUSH, Method.DIAL_BACK})
 """What a peer without a claim may ask: enough to join, to look, and to announce a claim."""
 
 
@@ -93,6 +94,22 @@ class Hello:
     agent: str = text(64)
     time: float = number(0, 1e12)
     """Unix seconds of the sender; the receiver estimates the clock offset from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialBack:
+    """Can you reach me at this TCP port of the address that I ask from? Show the token there."""
+
+    port: int = integer(1, 65535)
+    token: bytes = binary(16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialBackAnswer:
+    """Where I dialled, and whether somebody listened."""
+
+    host: str = text(45)
+    reached: bool = flag()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,8 @@ class Request:
     method: Method
     head: Mapping[str, Any]
     body: Buffer = b""
+    address: str = ""
+    """The multiaddr that the peer's connection comes from, where the transport knows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,8 @@ class Link(ABC):
     """One ordered two-way stream of frames to one authenticated peer."""
 
     peer: str
+    address: str = ""
+    """The multiaddr of the other end, where it is known."""
 
     @abstractmethod
     def start(

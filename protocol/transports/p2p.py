@@ -130,6 +130,7 @@ class P2PTransport(DialingTransport):
     def _accepted(self, link: StreamLink, prelude: bytes, stream: StreamKind) -> None:
         info = p2pd_pb2.StreamInfo.FromString(prelude)
         link.peer = str(PeerID(info.peer))
+        link.address = _multiaddr(info.addr)
         self._keep(link)
         self._accept_link(link, stream)
 
@@ -161,6 +162,14 @@ class P2PTransport(DialingTransport):
         for link in self._links:
             link.close()
         self._links.clear()
+
+
+def _multiaddr(data: bytes) -> str:
+    """The text of a binary multiaddr; empty where this version cannot read it."""
+    try:
+        return str(Multiaddr(data))
+    except Exception:  # the library raises many unrelated types, and only when the text is made
+        return ""
 
 
 def _short(error: object) -> str:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import shutil
-import socket
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,9 +19,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import LocalError, PortInUseError, SettingsError
+from protocol.errors import LocalError
 from protocol.transports.deathsignal import die_with_parent
 from protocol.transports.hivemind_parts import P2P, Multiaddr
+from protocol.transports.ports import check_port_free
 
 FOLDER_PREFIX = "sentinel-"
 MAX_FOLDER_BYTES = 79
@@ -46,30 +45,6 @@ class DaemonOptions:
     """A file of this node alone, in which the socket folder is noted, so that the next start can remove a folder
     that was left behind by a process that was killed. None if empty."""
     start_seconds: float = 30.0
-
-
-def check_port_free(host: str, port: int) -> int:
-    """Return the port to listen on; chooses one when ``port`` is 0.
-
-    p2pd listens with port reuse and does not report a clash, so this is asked first.
-
-    Raises:
-        PortInUseError: another process listens there.
-        SettingsError: this machine does not have that address, or this user may not use that port.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, port))
-            chosen: int = probe.getsockname()[1]
-    except OSError as error:
-        problem = f"cannot listen on {host} port {port}: {error.strerror}"
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(f"{problem}; choose another with --port") from None
-        if error.errno == errno.EACCES:
-            raise SettingsError(f"{problem}; choose one above 1023 with --port") from None
-        raise SettingsError(f"{problem}; correct --host") from None
-    return chosen
 
 
 class Daemon:

@@ -380,7 +380,13 @@ class ServerSession:
         if frame.discarded or not route.admits(self.link.peer):
             self._send_error(head.id, "not_admitted", f"{head.method} needs a claim that this node knows")
             return
-        request = Request(peer=self.link.peer, method=Method(head.method), head=frame.head, body=frame.body)
+        request = Request(
+            peer=self.link.peer,
+            method=Method(head.method),
+            head=frame.head,
+            body=frame.body,
+            address=self.link.address,
+        )
         task = asyncio.get_running_loop().create_task(self._answer(head.id, route, request))
         self._tasks[head.id] = task
         task.add_done_callback(lambda _: self._done(head.id))

@@ -46,6 +46,9 @@ OPTIONS = {
         *("--stage", "--device", "--threads", "--drill", "--drill-from", "--checkpoints", "--exit-when-done"),
     },
     "status": {"--json", "--timeout"},
+    "doctor": {
+        *("--state-dir", "--host", "--port", "--http-host", "--http-port", "--device", "--timeout", "--json"),
+    },
     "export": {"--state-dir", "--out", "--step", "--swarm", "--json"},
     "identity": set(),
     "identity show": {"--state-dir"},

@@ -126,6 +126,8 @@ EXAMPLES: list[Any] = [
         losses=tuple((index, index / 8) for index in range(MAX_MICROBATCHES)),
         failed=(5, 6),
     ),
+    messages.DialBack(port=31330, token=bytes(16)),
+    messages.DialBackAnswer(host="192.0.2.7", reached=True),
     messages.ShareAnswer(finished=True),
     messages.RoundJoin(step=3, attempt=0, members=(PEER,) * MAX_REPLICAS, microbatches=4, parameters=D32),
     messages.RoundCommit(step=3, attempt=0, digest=D32),

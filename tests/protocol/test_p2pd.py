@@ -20,7 +20,8 @@ from protocol.errors import LocalError, PeerGoneError, PortInUseError, SentinelE
 from protocol.identity import Identity
 from protocol.messages import Empty, Method
 from protocol.transports.base import Request, Response
-from protocol.transports.p2pd import Daemon, DaemonOptions, check_port_free
+from protocol.transports.p2pd import Daemon, DaemonOptions
+from protocol.transports.ports import check_port_free
 from tests.protocol.peers import NOBODY, PATIENCE, P2PPeers, becomes, serve, until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -125,14 +125,14 @@ class Swarm:
         return [child.summary() for child in children]
 
 
-async def sentinel(*arguments: str, program: Path | None = None) -> tuple[int, str, str]:
+async def sentinel(*arguments: str, program: Path | None = None, heavy: bool = False) -> tuple[int, str, str]:
     """Run ``sentinel ARGUMENTS``, or another program, as a process; returns exit code, stdout and stderr.
 
-    Fails if the command took in torch or hivemind: what is run here has to do without.
+    Fails if the command took in torch or hivemind: what is run here has to do without, unless it is ``heavy``.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *(["-c", LIGHT_COMMAND] if program is None else [str(program)]),
+        *(["-m", "node"] if heavy else ["-c", LIGHT_COMMAND] if program is None else [str(program)]),
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
