@@ -114,6 +114,11 @@ class Auditor:
         self._activation_bytes = encoded_bytes(shape, WireDtype(manifest.wire.activation_dtype))
         self._gradient_bytes = encoded_bytes(shape, WireDtype(manifest.wire.gradient_dtype))
 
+    @property
+    def open_cases(self) -> int:
+        """Cases that are not settled yet."""
+        return len(self._open)
+
     def consider(self, case: Case, *, score: float) -> None:
         """Open the case if chance, or suspicion, wants it. ``score``: the tensor's largest statistic by its fence."""
         if self._rate <= 0.0 or self._guard.judged_finally(case.accused):

@@ -50,6 +50,7 @@ class Checkpointer:
         self._store = store
         self._interval = manifest.training.checkpoint_steps
         self._metrics = metrics
+        metrics.checkpoint_interval.set(self._interval if store.keep else 0)
         self._wall_clock = wall_clock
         self._memory = memory
         self._stage = 0

@@ -34,7 +34,7 @@ from node.metrics import Metrics
 from node.network import Network, P2PNetwork
 from node.pipeline import Pipeline
 from node.reunion import Reunion, by_peer
-from node.sampling import sample_for_ever
+from node.sampling import sample_disk_for_ever, sample_for_ever
 from node.settings import NodeSettings
 from node.stage_data import StageData
 from node.state_folder import StateFolder
@@ -215,12 +215,13 @@ class Node:
         self.metrics.p2pd_up.set(1)
         if self.settings.http_port is not None:
             self._spawn(sample_for_ever(self))
+            self._spawn(sample_disk_for_ever(self.metrics, self.folder.path))
         transport = self.network.transport
         transport.serve(Method.MANIFEST, Route(handler=self._serve_manifest))
         transport.serve(Method.VIEW, Route(handler=self._serve_view))
         transport.serve(Method.STATUS, Route(handler=self._serve_status))
         transport.serve(Method.DIAL_BACK, Route(handler=DialBacks().serve))
-        self.metrics.identify(peer=self.identity.peer_id, swarm=self.swarm.hex())
+        self._identify()
         if not self.settings.coordinates:
             self._tell_parent()
 
@@ -415,7 +416,7 @@ class Node:
         assert manifest is not None and membership is not None and guard is not None and checkpointer is not None
         stage = place.stage
         start = await checkpointer.load(place.checkpoint) if place.checkpoint is not None else None
-        self.metrics.identify(peer=self.identity.peer_id, swarm=self.swarm.hex(), stage=str(stage))
+        self._identify(stage=str(stage))
         self._worker = self._make_worker()
         self.parts = await assemble(
             identity=self.identity,
@@ -495,6 +496,8 @@ class Node:
         await self.network.close()
         if self._worker is not None:
             await asyncio.to_thread(self._worker.close)
+        if self._failure.done():
+            await self._http.last_scrape(self._stop)
         await self._http.close()
 
     async def _finish_work(self) -> None:
@@ -653,6 +656,15 @@ class Node:
             silent = (NodeState.DRAINING, NodeState.PROBATION, NodeState.ISOLATED)
             if self.membership is not None and state not in silent:
                 self.membership.update_claim(urgent=True, state=state)
+
+    def _identify(self, stage: str = "") -> None:
+        self.metrics.identify(
+            peer=self.identity.peer_id,
+            swarm=self.swarm.hex(),
+            stage=stage,
+            label=self.settings.label,
+            coordinates=self.settings.coordinates,
+        )
 
     def _say(self, text: str, state: NodeState | None = None) -> None:
         log.info("[%s] %s", (state or self.state).value, text)

@@ -106,6 +106,11 @@ class Juror:
         transport.serve(Method.EVIDENCE, Route(handler=self._serve_evidence, admits=self._admits))
         transport.serve(Method.PARAMETERS, Route(handler=self._serve_parameters, admits=self._admits))
 
+    @property
+    def open_audits(self) -> int:
+        """Audits that wait for this node's vote."""
+        return self._open.total()
+
     def _admits(self, peer: str) -> bool:
         """Whoever takes part; a peer that this node has quarantined may still ask for its rights."""
         return self._membership.view.stage_of(peer) is not None and peer not in self._guard.ejected()

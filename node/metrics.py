@@ -1,229 +1,256 @@
 """What a node tells Prometheus: every metric, its help text and its bounded labels.
 
-One ``Metrics`` belongs to one node and has its own registry, so that many nodes can share a process. All
-names begin with ``sentinel_`` and use base units. A label value that a peer can influence is mapped onto a
-closed set of words, and "other" stands for the rest: no peer can make the number of series grow.
+One ``Metrics`` belongs to one node and has its own registry, so that many nodes can share a process. Names begin
+with ``sentinel_`` and use base units; memory, files and processor time have the names that all exporters have,
+``process_``. A label value that a peer can influence is mapped onto a closed set of words, and "other" stands for
+the rest: no peer can make the number of series grow. ``docs/metrics.md`` is made from this file.
 """
 
 from __future__ import annotations
 
 import math
+import platform
 import time
-from collections.abc import Collection, Iterator, Mapping
-from typing import Final, cast
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
-from prometheus_client import Metric as Family
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client import CollectorRegistry, Gauge
 
-from node.resources import read_resources
+from node.metric_families import Families
+from node.metric_words import (
+    ACCUSATIONS,
+    AUDIT_OUTCOMES,
+    AUDIT_ROLES,
+    AVERAGING_OUTCOMES,
+    CHECKPOINT_OUTCOMES,
+    DHT_OPERATIONS,
+    DIRECTIONS,
+    EJECTIONS,
+    METHODS,
+    OUTCOMES,
+    PHASES,
+    REASONS,
+    RECORD_KINDS,
+    REMOTE_KINDS,
+    REQUEST_OUTCOMES,
+    ROLES,
+    STATES,
+    STREAMS,
+    VOTES,
+    WIRE_DIRECTIONS,
+    bounded,
+)
+from node.resources import p2pd_resident_bytes
 from node.version import VERSION
-from protocol.messages import Method, StreamKind
-from protocol.records import NodeState
-from verifier.verdicts import Direction, Reason
-
-CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
-"""The content type of ``Metrics.render``."""
-
-OTHER: Final = "other"
-
-STATES: Final = tuple(state.value for state in NodeState)
-OUTCOMES: Final = ("completed", "retried", "refused", "failed", "lost", "unaveraged")
-PHASES: Final = ("forward", "backward", "wait", "send", "average", "optimizer", "check", "audit", "idle")
-REASONS: Final = tuple(reason.value for reason in Reason)
-DIRECTIONS: Final = tuple(direction.value for direction in Direction)
-METHODS: Final = tuple(method.value for method in Method)
-DHT_OPERATIONS: Final = ("store", "get")
-AUDIT_OUTCOMES: Final = ("honest", "guilty", "disputed", "parameters", "expired", "inconclusive", "skipped")
-AVERAGING_OUTCOMES: Final = ("committed", "refetched", "failed")
-CHECKPOINT_OUTCOMES: Final = ("written", "failed", "skipped", "damaged")
-
-REMOTE_KINDS: Final = tuple(
-    dict.fromkeys(
-        (
-            *("remote", "version", "swarm", "frame", "message", "tensor", "record", "refused", "flagged"),
-            *("internal", "unavailable", "busy", "too_old", "not_yet", "not_started", "not_admitted"),
-            *("unknown_peer", "unknown_method", "incomplete", "range", "round", "digest", "snapshot"),
-            *("expired", "exhausted", "unfinished", "no_evidence", "no_data", "not_drawn", "inconclusive"),
-            *REASONS,
-        )
-    )
-)
-"""Kinds of ``protocol.errors.RemoteError``. The kind of a refusal is text that a peer chose."""
-
-REQUEST_OUTCOMES: Final = ("ok", "timeout", "unreachable", "cancelled", *REMOTE_KINDS)
-
-RECORD_KINDS: Final = (
-    *("record", "foreign_swarm", "expired", "too_far_ahead", "signature", "shape", "size", "type"),
-    *("unknown_kind", "range", "owner", "key", "expiry"),
-)
 
 MAX_NEIGHBOURS: Final = 64
-"""Peers with a trust series. A larger swarm shows the least trusted ones."""
+"""Peers with a trust series, and those with an ejection. A larger swarm shows the least trusted ones."""
+
+EVERY_STAGE: Final = "every stage, from 0 on"
+PEERS: Final = f"peer ids, at most {MAX_NEIGHBOURS}"
 
 STEP_BUCKETS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 DHT_BUCKETS: Final = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-
-def bounded(value: str, known: Collection[str]) -> str:
-    """The value if it is a known word, else "other"."""
-    return value if value in known else OTHER
+LIBRARIES: Final = ("torch", "hivemind")
+"""Whose versions are told: nodes with different ones can compute different bits."""
 
 
-class Metrics:
+class Metrics(Families):
     """The metrics of one node. Attributes are the prometheus-client objects; methods keep labels bounded."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry if registry is not None else CollectorRegistry()
-        self._trust_labels: set[tuple[str, str]] = set()
+        super().__init__(registry)
         self._attack = ""
         self._checkpoint_saved = math.nan
+        self._define_node()
         self._define_training()
         self._define_checkpoints()
         self._define_wire()
         self._define_checker()
-        self._define_swarm()
-        self._define_process()
         self.identify(peer="", swarm="")
 
     # definitions ---------------------------------------------------------------------
 
+    def _define_node(self) -> None:
+        self.build = self._info(
+            "build_",
+            "Version of this software, and of what it computes and talks with.",
+            version="of this software",
+            python="a version",
+            **dict.fromkeys(LIBRARIES, "a version"),
+        )
+        self.info = self._info(
+            "",
+            "Who this node is; join it to name the swarm, peer and stage in alerts.",
+            version="of this software",
+            swarm="the swarm's id",
+            peer="this node's peer id",
+            label="the operator's name for this node",
+            role=ROLES,
+            stage="of this node; empty before it holds one",
+        )
+        self.node_state = self._gauge(
+            "node_state", "1 for the state that the node is in, 0 for the others.", unit="0 or 1", state=STATES
+        )
+        self.view_replicas = self._gauge(
+            "view_replicas", "Live replicas of a stage in this node's view, in whatever state.", stage=EVERY_STAGE
+        )
+        self.serving_replicas = self._gauge(
+            "view_serving_replicas", "Those of them that take work, or wait for the start.", stage=EVERY_STAGE
+        )
+        self.peers_connected = self._gauge("peers_connected", "Peers with an open control stream.")
+        self.clock_offset = self._gauge("clock_offset_seconds", "Median of peers' clocks minus this node's.")
+        self.p2pd_up = self._gauge("p2pd_up", "1 while the p2pd child runs, else 0.", unit="0 or 1")
+        self.p2pd_resident_memory = self._gauge("p2pd_resident_memory_bytes", "Resident memory of the p2pd child.")
+        self.event_loop_lag = self._gauge("event_loop_lag_seconds", "How late the event loop woke up at the last look.")
+        self.disk_free = self._gauge("disk_free_bytes", "Bytes that are free on the disk with the state folder.")
+        self.disk_size = self._gauge("disk_size_bytes", "Size of the disk with the state folder.")
+        self.drill_active = self._gauge(
+            "drill_active",
+            "1 while this node attacks the swarm on purpose, to test it.",
+            unit="0 or 1",
+            attack="the drill's name, one at a time",
+        )
+        self.build.info(
+            {"version": VERSION, "python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
+        )
+        for state in STATES:
+            self.node_state.labels(state=state).set(0)
+
     def _define_training(self) -> None:
-        self.node_state = self._gauge("node_state", "1 for the state that the node is in, 0 for the others.", "state")
-        self.info = Info("sentinel", "Version, swarm, peer id and stage of this node.", registry=self.registry)
-        self.step = self._gauge("step", "The optimizer step that the node is working on.")
-        self.loss = self._gauge("loss", "Mean training loss of the last step in nats per token; NaN until it is known.")
-        self.tokens = self._counter("tokens_total", "Tokens that this node has trained on, both ways.")
-        self.microbatches = self._counter("microbatches_total", "Microbatches by how they ended here.", "outcome")
-        self.contributed = self._counter(
-            "contributed_microbatches_total", "Microbatches whose gradient this node has added to its stage."
+        self.step = self._gauge("step", "The optimizer step that the node is working on.", unit="steps")
+        self.loss = self._gauge(
+            "loss", "Mean training loss of the last step; NaN until it is known.", unit="nats per token"
+        )
+        self.finished = self._gauge(
+            "training_finished", "1 once the last step of the manifest has been trained, else 0.", unit="0 or 1"
+        )
+        self.tokens = self._counter(
+            "tokens_total", "Tokens that this node has trained on, forward and backward.", unit="tokens"
+        )
+        self.microbatches = self._counter(
+            "microbatches_total",
+            "Microbatches: completed here, retried on another replica, refused with a strike, lost on every path, "
+            "or gone unaveraged with a replica that died.",
+            outcome=OUTCOMES,
         )
         self.in_flight = self._gauge("microbatches_in_flight", "Microbatches that are inside this node now.")
         self.phase_seconds = self._counter(
             "phase_seconds_total",
             "Seconds spent in each phase; microbatches overlap, so phases can too.",
-            "phase",
+            phase=PHASES,
         )
         self.step_seconds = self._histogram(
             "step_seconds", "Seconds from the start of a step to its commit.", STEP_BUCKETS
         )
         self.averaging_rounds = self._counter(
-            "averaging_rounds_total", "Averaging rounds by how they ended.", "outcome"
+            "averaging_rounds_total", "Averaging rounds by how they ended.", outcome=AVERAGING_OUTCOMES
         )
         self.averaging_seconds = self._histogram("averaging_seconds", "Seconds of an averaging round.", STEP_BUCKETS)
         self.parameter_agreement = self._gauge(
-            "parameter_agreement", "1 if this node's parameters are those of most siblings, else 0."
+            "parameter_agreement", "1 if this node's parameters are those of most siblings, else 0.", unit="0 or 1"
         )
-        for state in STATES:
-            self.node_state.labels(state=state).set(0)
-        for outcome in OUTCOMES:
-            self.microbatches.labels(outcome=outcome)
-        for phase in PHASES:
-            self.phase_seconds.labels(phase=phase)
-        for outcome in AVERAGING_OUTCOMES:
-            self.averaging_rounds.labels(outcome=outcome)
+        self.state_done = self._gauge("state_fetched_bytes", "Bytes of its stage's state that this node has fetched.")
+        self.state_size = self._gauge("state_bytes", "Bytes of the state that this node fetches; 0 if it has none to.")
         self.loss.set(float("nan"))
         self.parameter_agreement.set(1)
 
     def _define_checkpoints(self) -> None:
         self.checkpoint_step = self._gauge(
-            "checkpoint_step", "Steps in this node's newest checkpoint; NaN without one."
+            "checkpoint_step", "Steps in this node's newest checkpoint; NaN without one.", unit="steps"
+        )
+        self.checkpoint_interval = self._gauge(
+            "checkpoint_interval_steps",
+            "Steps from one checkpoint of this node to the next; 0 if it writes none.",
+            unit="steps",
         )
         self.checkpoint_age = self._gauge("checkpoint_age_seconds", "Age of the newest checkpoint; NaN without one.")
         self.checkpoints = self._counter(
             "checkpoints_total",
             "Checkpoints by what became of them: written, failed, skipped since the disk is slow, or found damaged.",
-            "outcome",
+            outcome=CHECKPOINT_OUTCOMES,
         )
         self.checkpoint_seconds = self._histogram(
             "checkpoint_seconds", "Seconds from the copy of the state until it is on disk.", STEP_BUCKETS
         )
         self.checkpoint_step.set(math.nan)
         self.checkpoint_age.set_function(lambda: time.time() - self._checkpoint_saved)
-        for outcome in CHECKPOINT_OUTCOMES:
-            self.checkpoints.labels(outcome=outcome)
 
     def _define_wire(self) -> None:
         self.stream_bytes = self._counter(
             "stream_bytes_total",
             "Bytes of framed messages over streams to and from peers.",
-            "direction",
-            "stream",
+            direction=WIRE_DIRECTIONS,
+            stream=STREAMS,
         )
         self.requests = self._counter(
-            "requests_total", "Requests that this node made, by how they ended.", "method", "outcome"
+            "requests_total",
+            "Requests that this node made, by how they ended.",
+            method=METHODS,
+            outcome=REQUEST_OUTCOMES,
         )
-        self.state_done = self._gauge("state_fetched_bytes", "Bytes of its stage's state that this node has fetched.")
-        self.state_size = self._gauge("state_bytes", "Bytes of the state that this node fetches; 0 if it has none to.")
-        self.remote_errors = self._counter("remote_errors_total", "Rules that peers broke, by kind.", "kind")
-        self.dht_seconds = self._histogram("dht_seconds", "Seconds of a DHT operation.", DHT_BUCKETS, "operation")
-        self.dht_failures = self._counter("dht_failures_total", "DHT operations that failed.", "operation")
-        self.record_rejects = self._counter("record_rejects_total", "DHT records refused, by what was wrong.", "kind")
-        self.clock_offset = self._gauge("clock_offset_seconds", "Median of peers' clocks minus this node's.")
-        self.peers_connected = self._gauge("peers_connected", "Peers with an open control stream.")
-        for direction in ("in", "out"):
-            for stream in StreamKind:
-                self.stream_bytes.labels(direction=direction, stream=stream.value)
+        self.remote_errors = self._counter("remote_errors_total", "Rules that peers broke, by kind.", kind=REMOTE_KINDS)
+        self.dht_seconds = self._histogram(
+            "dht_seconds", "Seconds of a DHT operation.", DHT_BUCKETS, operation=DHT_OPERATIONS
+        )
+        self.dht_failures = self._counter("dht_failures_total", "DHT operations that failed.", operation=DHT_OPERATIONS)
+        self.record_rejects = self._counter(
+            "record_rejects_total", "DHT records refused, by what was wrong.", kind=RECORD_KINDS
+        )
+        for direction in WIRE_DIRECTIONS:
+            for stream in STREAMS:
+                self.stream_bytes.labels(direction=direction, stream=stream)
         for operation in DHT_OPERATIONS:
             self.dht_seconds.labels(operation=operation)
-            self.dht_failures.labels(operation=operation)
 
     def _define_checker(self) -> None:
-        self.trust = self._gauge("peer_trust", "Trust in a neighbour, from 0 to 1.", "peer", "stage")
+        self.trust = self._gauge(
+            "peer_trust", "Trust in a neighbour.", unit="from 0 to 1", peer=PEERS, stage="that the peer holds"
+        )
+        self.ejected = self._gauge(
+            "peer_ejected",
+            "1 for each peer that the swarm has ejected, until its ejection ends.",
+            unit="always 1",
+            peer=PEERS,
+            stage="that the peer held; empty if this node does not know",
+        )
+        self._trust_series = _Series(self.trust)
+        self._ejected_series = _Series(self.ejected)
         self.flags = self._counter(
             "flags_total",
             "Tensors of peers refused by the statistics, by direction and reason.",
-            "direction",
-            "reason",
+            direction=DIRECTIONS,
+            reason=REASONS,
         )
-        self.strikes = self._counter("strikes_total", "Strikes given to peers, by reason.", "reason")
+        self.strikes = self._counter("strikes_total", "Strikes given to peers, by reason.", reason=REASONS)
         self.quarantines = self._counter("quarantines_total", "Times that this node has quarantined a peer.")
         self.ejections = self._counter(
-            "ejections_total", "Ejections that this node has seen, and those of itself.", "kind"
+            "ejections_total", "Ejections that this node has seen, and those of itself.", kind=EJECTIONS
         )
-        self.audits = self._counter("audits_total", "Audits that this node asked for, by how they ended.", "outcome")
+        self.audits = self._counter(
+            "audits_total", "Audits that this node asked for, by how they ended.", outcome=AUDIT_OUTCOMES
+        )
+        self.audits_open = self._gauge(
+            "audits_open",
+            "Audits under way that this node asked for, or was asked to judge as a juror.",
+            role=AUDIT_ROLES,
+        )
         self.audit_seconds = self._histogram(
             "audit_seconds", "Seconds from the opening of an audit to its end.", STEP_BUCKETS
         )
-        self.votes = self._counter("votes_total", "Votes of this node as a juror in audits.", "vote")
-        self.accusations = self._counter("accusations_total", "Accusations sent and received.", "direction")
-        self.drill_active = self._gauge(
-            "drill_active", "1 while this node attacks the swarm on purpose, to test it.", "attack"
-        )
-        for outcome in AUDIT_OUTCOMES:
-            self.audits.labels(outcome=outcome)
-        for vote in ("guilty", "honest"):
-            self.votes.labels(vote=vote)
-        for kind in ("seen", "self"):
-            self.ejections.labels(kind=kind)
-        for direction in ("sent", "received"):
-            self.accusations.labels(direction=direction)
-
-    def _define_swarm(self) -> None:
-        self.view_replicas = self._gauge("view_replicas", "Live replicas of a stage in this node's view.", "stage")
-
-    def _define_process(self) -> None:
-        self.open_files = self._gauge("open_files", "Open file descriptors of the node's process.")
-        self.open_files_limit = self._gauge("open_files_limit", "The most that it may open; -1 without a limit.")
-        self.resident_memory = self._gauge("resident_memory_bytes", "Resident memory of the node's process.")
-        self.p2pd_up = self._gauge("p2pd_up", "1 while the p2pd child runs, else 0.")
-        self.p2pd_resident_memory = self._gauge("p2pd_resident_memory_bytes", "Resident memory of the p2pd child.")
-        self.event_loop_lag = self._gauge("event_loop_lag_seconds", "How late the event loop woke up at the last look.")
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"sentinel_{name}", text, labels, registry=self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"sentinel_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"sentinel_{name}", text, labels, registry=self.registry, buckets=buckets)
+        self.votes = self._counter("votes_total", "Votes of this node as a juror in audits.", vote=VOTES)
+        self.accusations = self._counter("accusations_total", "Accusations sent and received.", direction=ACCUSATIONS)
+        for role in AUDIT_ROLES:
+            self.audits_open.labels(role=role)
 
     # what the node reports -----------------------------------------------------------
 
-    def identify(self, *, peer: str, swarm: str, stage: str = "") -> None:
+    def identify(self, *, peer: str, swarm: str, stage: str = "", label: str = "", coordinates: bool = False) -> None:
         """Say who this node is; called again once it holds a stage."""
-        self.info.info({"version": VERSION, "swarm": swarm, "peer": peer, "stage": stage})
+        role = ROLES[0] if coordinates else ROLES[1]
+        self.info.info({"version": VERSION, "swarm": swarm, "peer": peer, "label": label, "role": role, "stage": stage})
 
     def set_state(self, state: str) -> None:
         """Enter one of the ten node states."""
@@ -282,12 +309,24 @@ class Metrics:
         """Replace the trust of all neighbours, by (peer, stage); the series of those who left disappear."""
         # The least trusted ones first: those are the ones to look at.
         kept = sorted(trust, key=lambda neighbour: (trust[neighbour], neighbour))[:MAX_NEIGHBOURS]
-        labels = {(peer, str(stage)): trust[peer, stage] for peer, stage in kept}
-        for gone in self._trust_labels - labels.keys():
-            self.trust.remove(*gone)
-        for (peer, stage), value in labels.items():
-            self.trust.labels(peer=peer, stage=stage).set(value)
-        self._trust_labels = set(labels)
+        self._trust_series.replace({(peer, str(stage)): trust[peer, stage] for peer, stage in kept})
+
+    def set_ejected(self, stages: Mapping[str, int | None]) -> None:
+        """Replace the ejected peers; each with the stage that it held, None if that is not known."""
+        kept = sorted(stages)[:MAX_NEIGHBOURS]
+        self._ejected_series.replace(
+            {(peer, "" if (stage := stages[peer]) is None else str(stage)): 1.0 for peer in kept}
+        )
+
+    def set_replicas(self, stage: int, *, live: int, serving: int) -> None:
+        """So many replicas of a stage are in the view, and so many of them take work."""
+        self.view_replicas.labels(stage=str(stage)).set(live)
+        self.serving_replicas.labels(stage=str(stage)).set(serving)
+
+    def set_open_audits(self, *, caller: int, juror: int) -> None:
+        """Audits under way: those that this node asked for, and those in which it is a juror."""
+        self.audits_open.labels(role="caller").set(caller)
+        self.audits_open.labels(role="juror").set(juror)
 
     def drill(self, attack: str) -> None:
         """This node attacks on purpose from now on; "" ends it."""
@@ -298,34 +337,34 @@ class Metrics:
             self.drill_active.labels(attack=attack).set(1)
 
     def sample_process(self, *, lag: float, p2pd_pid: int | None, peers: int) -> None:
-        """Read what the process uses; ``lag`` in seconds, ``peers`` connected ones."""
-        now = read_resources(p2pd_pid)
-        self.open_files.set(now.open_files)
-        self.open_files_limit.set(now.open_files_limit)
-        self.resident_memory.set(now.resident_bytes)
-        self.p2pd_resident_memory.set(now.p2pd_resident_bytes)
+        """Note what is not measured when it is asked for; ``lag`` in seconds, ``peers`` connected ones."""
+        self.p2pd_resident_memory.set(p2pd_resident_bytes(p2pd_pid))
         self.event_loop_lag.set(lag)
         self.peers_connected.set(peers)
 
-    # what Prometheus reads -----------------------------------------------------------
-
-    def render(self) -> bytes:
-        """All metrics in the Prometheus text format; see ``CONTENT_TYPE``."""
-        # generate_latest asks its argument for nothing but collect().
-        return generate_latest(cast(CollectorRegistry, _WithoutCreated(self.registry)))
+    def sample_disk(self, *, free: float, size: float) -> None:
+        """The disk with the state folder has so many bytes, of which so many are free; NaN if it cannot be asked."""
+        self.disk_free.set(free)
+        self.disk_size.set(size)
 
 
-class _WithoutCreated:
-    """A registry without the ``_created`` series, which double the exposition and which nobody reads.
+class _Series:
+    """The series of a gauge whose set of labels changes: those that are gone disappear."""
 
-    prometheus-client can leave them out itself, but only by a switch for the whole process.
-    """
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
+        self._labels: set[tuple[str, ...]] = set()
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def replace(self, values: Mapping[tuple[str, ...], float]) -> None:
+        for gone in self._labels - values.keys():
+            self._gauge.remove(*gone)
+        for labels, value in values.items():
+            self._gauge.labels(*labels).set(value)
+        self._labels = set(values)
 
-    def collect(self) -> Iterator[Family]:
-        for family in self._registry.collect():
-            copy = Family(family.name, family.documentation, family.type, family.unit)
-            copy.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield copy
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from node.metrics import PHASES, Metrics
+from node.metric_words import PHASES
+from node.metrics import Metrics
 from protocol.errors import RemoteError, SentinelError
 from protocol.messages import StreamKind
 from protocol.transports.base import Observer
@@ -126,7 +127,6 @@ class Telemetry(Observer):
         self.counters.microbatches += 1
         self.counters.tokens += self._tokens_per_microbatch
         self._completed.inc()
-        self.metrics.contributed.inc()
         self.metrics.tokens.inc(self._tokens_per_microbatch)
 
     def retried(self, microbatch: int, step: int, peer: str, error: SentinelError) -> None:

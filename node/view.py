@@ -137,6 +137,11 @@ class View:
         claim = self.claims.get(peer)
         return None if claim is None else claim.stage
 
+    def last_stage(self, peer: str) -> int | None:
+        """The stage that a peer claimed last, also if it has left, as far as this node remembers."""
+        held = self._held.get(peer, ())
+        return held[-1] if held else None
+
     def has_held(self, peer: str, stage: int) -> bool:
         """Whether a peer has, or once had, a claim on a stage, as far as this node remembers."""
         return stage in self._held.get(peer, ())

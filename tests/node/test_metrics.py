@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 import time
+from importlib.metadata import version
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from node import metrics as module
+from node import metric_words as words
 from node.metrics import MAX_NEIGHBOURS, Metrics
+from node.version import VERSION
 
 
 @pytest.fixture
@@ -30,7 +32,10 @@ def metrics() -> Metrics:
     metrics.audited("honest", 0.3)
     metrics.set_trust({("12D3KooWother", 0): 0.5})
     metrics.drill("scale")
-    metrics.view_replicas.labels(stage="0").set(2)
+    metrics.set_ejected({"12D3KooWcheat": 1})
+    metrics.set_replicas(0, live=2, serving=1)
+    metrics.set_open_audits(caller=1, juror=2)
+    metrics.sample_disk(free=10, size=100)
     metrics.sample_process(lag=0.001, p2pd_pid=None, peers=3)
     return metrics
 
@@ -57,21 +62,23 @@ def test_the_exposition_tells_everything_that_an_operator_needs(metrics: Metrics
         *("strikes_total", "quarantines_total", "ejections_total", "accusations_total", "view_replicas"),
         *("requests_total", "remote_errors_total", "record_rejects_total", "dht_seconds_bucket"),
         *("dht_failures_total", "averaging_rounds_total", "averaging_seconds_bucket", "clock_offset_seconds"),
-        *("open_files", "open_files_limit", "resident_memory_bytes", "p2pd_up", "p2pd_resident_memory_bytes"),
+        *("view_serving_replicas", "peer_ejected", "audits_open", "p2pd_up", "p2pd_resident_memory_bytes"),
+        *("disk_free_bytes", "disk_size_bytes", "checkpoint_interval_steps", "training_finished", "build_info"),
         *("peers_connected", "parameter_agreement", "drill_active", "info", "event_loop_lag_seconds"),
         *("audits_total", "audit_seconds_bucket", "votes_total"),
         *("state_fetched_bytes", "state_bytes"),
         *("checkpoint_step", "checkpoint_age_seconds", "checkpoints_total", "checkpoint_seconds_bucket"),
-        "contributed_microbatches_total",
     ):
         assert f"sentinel_{name}" in names
+    for name in ("open_fds", "max_fds", "resident_memory_bytes", "cpu_seconds_total", "start_time_seconds"):
+        assert f"process_{name}" in names
 
 
 def test_every_family_has_help_type_and_the_prefix(metrics: Metrics) -> None:
     text = metrics.render().decode()
     sampled = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
     for family in parse(metrics).values():
-        assert family.name.startswith("sentinel_")
+        assert family.name.startswith(("sentinel_", "process_"))
         assert len(family.documentation) > 15
         assert family.documentation.endswith(".")
         assert family.type in ("counter", "gauge", "histogram")
@@ -103,12 +110,12 @@ def test_known_series_exist_from_the_start_so_that_rates_can_be_taken() -> None:
     assert value(fresh, "sentinel_phase_seconds_total", phase="forward") == 0
     assert value(fresh, "sentinel_ejections_total", kind="self") == 0
     assert value(fresh, "sentinel_stream_bytes_total", direction="in", stream="tensor") == 0
-    for outcome in module.AUDIT_OUTCOMES:
+    for outcome in words.AUDIT_OUTCOMES:
         assert value(fresh, "sentinel_audits_total", outcome=outcome) == 0
     for vote in ("guilty", "honest"):
         assert value(fresh, "sentinel_votes_total", vote=vote) == 0
     assert value(fresh, "sentinel_phase_seconds_total", phase="audit") == 0
-    for outcome in module.CHECKPOINT_OUTCOMES:
+    for outcome in words.CHECKPOINT_OUTCOMES:
         assert value(fresh, "sentinel_checkpoints_total", outcome=outcome) == 0
 
 
@@ -121,9 +128,9 @@ def test_a_checkpoint_grows_older_by_itself(metrics: Metrics) -> None:
 
 
 def test_a_node_is_in_exactly_one_state(metrics: Metrics) -> None:
-    for state in module.STATES:
+    for state in words.STATES:
         metrics.set_state(state)
-        values = [value(metrics, "sentinel_node_state", state=other) for other in module.STATES]
+        values = [value(metrics, "sentinel_node_state", state=other) for other in words.STATES]
         assert sum(v or 0 for v in values) == 1
         assert value(metrics, "sentinel_node_state", state=state) == 1
 
@@ -179,6 +186,27 @@ def test_the_least_trusted_neighbours_are_shown_when_there_are_too_many(metrics:
     assert value(metrics, "sentinel_peer_trust", peer="peer0", stage="1") == 0
 
 
+def test_the_ejected_are_named_until_their_ejection_ends(metrics: Metrics) -> None:
+    assert value(metrics, "sentinel_peer_ejected", peer="12D3KooWcheat", stage="1") == 1
+    metrics.set_ejected({"12D3KooWother": None})
+    assert value(metrics, "sentinel_peer_ejected", peer="12D3KooWcheat", stage="1") is None
+    assert value(metrics, "sentinel_peer_ejected", peer="12D3KooWother", stage="") == 1
+    metrics.set_ejected({f"peer{number}": 0 for number in range(3 * MAX_NEIGHBOURS)})
+    assert len(parse(metrics)["sentinel_peer_ejected"].samples) == MAX_NEIGHBOURS
+
+
+def test_a_node_says_who_it_is_and_what_it_runs(metrics: Metrics) -> None:
+    metrics.identify(peer="p", swarm="s", stage="2", label="attic", coordinates=False)
+    (who,) = parse(metrics)["sentinel_info"].samples
+    assert who.value == 1
+    assert who.labels == {
+        "version": VERSION, "swarm": "s", "peer": "p", "stage": "2", "label": "attic", "role": "volunteer"
+    }  # fmt: skip
+    (build,) = parse(metrics)["sentinel_build_info"].samples
+    assert build.labels["version"] == VERSION
+    assert build.labels["torch"] == version("torch") and build.labels["hivemind"] == version("hivemind")
+
+
 def test_two_nodes_in_one_process_share_nothing() -> None:
     one, other = Metrics(), Metrics()
     one.step.set(7)
@@ -200,9 +228,9 @@ def test_the_process_is_measured(metrics: Metrics) -> None:
     import os
 
     metrics.sample_process(lag=0.25, p2pd_pid=os.getpid(), peers=2)
-    assert (value(metrics, "sentinel_resident_memory_bytes") or 0) > 1e6
+    assert (value(metrics, "process_resident_memory_bytes") or 0) > 1e6
     assert (value(metrics, "sentinel_p2pd_resident_memory_bytes") or 0) > 1e6
-    assert (value(metrics, "sentinel_open_files") or 0) > 2
+    assert (value(metrics, "process_open_fds") or 0) > 2
     assert value(metrics, "sentinel_peers_connected") == 2
     metrics.sample_process(lag=0.0, p2pd_pid=2**22 + 1, peers=0)
     assert value(metrics, "sentinel_p2pd_resident_memory_bytes") == 0

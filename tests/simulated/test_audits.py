@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from node.metrics import AUDIT_OUTCOMES
+from node.metric_words import AUDIT_OUTCOMES
 from node.simulated_swarm import Member, simulated
 from node.telemetry import Event
 from protocol.errors import SentinelError
