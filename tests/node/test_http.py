@@ -203,3 +203,34 @@ async def test_closing_ends_idle_connections_and_frees_the_port(site: Site) -> N
     again = HttpServer(site.metrics, dict, lambda: (True, ""), lambda: (True, ""))
     assert (await again.start("127.0.0.1", site.port))[1] == site.port
     await again.close()
+
+
+async def test_a_node_that_has_failed_waits_for_the_scraper_that_comes_regularly(site: Site) -> None:
+    stop = asyncio.Event()
+    await site.get("/metrics")
+    await site.server.last_scrape(stop)  # one look is no scraper, so it returns at once
+    site.server._scrapes[0] -= 1000.0
+    await site.get("/metrics")
+    waiting = asyncio.create_task(site.server.last_scrape(stop))
+    await site.get("/healthz")
+    assert not waiting.done()
+    await site.get("/metrics")
+    await waiting
+
+
+async def test_a_signal_ends_the_wait_for_the_scraper(site: Site) -> None:
+    stop = asyncio.Event()
+    await site.get("/metrics")
+    site.server._scrapes[0] -= 1000.0
+    await site.get("/metrics")
+    waiting = asyncio.create_task(site.server.last_scrape(stop))
+    await site.get("/healthz")
+    assert not waiting.done()
+    stop.set()
+    await waiting
+    await site.server.last_scrape(stop)
+
+
+async def test_a_scraper_that_is_overdue_is_not_waited_for(site: Site) -> None:
+    site.server._scrapes.extend([0.0, 0.001])
+    await site.server.last_scrape(asyncio.Event())
