@@ -31,6 +31,7 @@ class Described:
 
     name: str
     """As it is written in a query, without ``_bucket`` and the like."""
+    section: str
     kind: str
     text: str
     unit: str
@@ -43,6 +44,8 @@ class Families:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
         self.described: list[Described] = []
+        self.section = "The process"
+        """Under which the families that are defined next belong together."""
         # The names that every exporter has for memory, files and processor time; what dashboards know.
         for family in ProcessCollector(registry=self.registry).collect():
             name = family.name + "_total" * (family.type == "counter")
@@ -72,7 +75,16 @@ class Families:
 
     def _describe(self, name: str, kind: str, text: str, unit: str, labels: Mapping[str, Values]) -> None:
         found = [word for end, word in UNITS.items() if name.removesuffix("_total").endswith(end)]
-        self.described.append(Described(name=name, kind=kind, text=text, unit=unit or "".join(found), labels=labels))
+        self.described.append(
+            Described(
+                name=name,
+                section=self.section,
+                kind=kind,
+                text=text,
+                unit=unit or "".join(found),
+                labels=labels,
+            )
+        )
 
     def render(self) -> bytes:
         """All metrics in the Prometheus text format; see ``CONTENT_TYPE``."""

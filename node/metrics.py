@@ -74,6 +74,7 @@ class Metrics(Families):
     # definitions ---------------------------------------------------------------------
 
     def _define_node(self) -> None:
+        self.section = "The node, and the swarm as it sees it"
         self.build = self._info(
             "build_",
             "Version of this software, and of what it computes and talks with.",
@@ -120,6 +121,7 @@ class Metrics(Families):
             self.node_state.labels(state=state).set(0)
 
     def _define_training(self) -> None:
+        self.section = "Training"
         self.step = self._gauge("step", "The optimizer step that the node is working on.", unit="steps")
         self.loss = self._gauge(
             "loss", "Mean training loss of the last step; NaN until it is known.", unit="nats per token"
@@ -158,6 +160,7 @@ class Metrics(Families):
         self.parameter_agreement.set(1)
 
     def _define_checkpoints(self) -> None:
+        self.section = "Checkpoints"
         self.checkpoint_step = self._gauge(
             "checkpoint_step", "Steps in this node's newest checkpoint; NaN without one.", unit="steps"
         )
@@ -179,6 +182,7 @@ class Metrics(Families):
         self.checkpoint_age.set_function(lambda: time.time() - self._checkpoint_saved)
 
     def _define_wire(self) -> None:
+        self.section = "Streams, requests and the DHT"
         self.stream_bytes = self._counter(
             "stream_bytes_total",
             "Bytes of framed messages over streams to and from peers.",
@@ -206,6 +210,7 @@ class Metrics(Families):
             self.dht_seconds.labels(operation=operation)
 
     def _define_checker(self) -> None:
+        self.section = "The checker"
         self.trust = self._gauge(
             "peer_trust", "Trust in a neighbour.", unit="from 0 to 1", peer=PEERS, stage="that the peer holds"
         )
@@ -220,7 +225,7 @@ class Metrics(Families):
         self._ejected_series = _Series(self.ejected)
         self.flags = self._counter(
             "flags_total",
-            "Tensors of peers refused by the statistics, by direction and reason.",
+            "Tensors of peers that the statistics flagged, by direction and reason.",
             direction=DIRECTIONS,
             reason=REASONS,
         )
