@@ -1,0 +1,1 @@
+"""Programs of the project beside its packages; run from its folder."""

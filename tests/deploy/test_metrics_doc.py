@@ -1,0 +1,45 @@
+"""The document about metrics is made from the code, and whoever forgets to make it anew is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from node.metrics import Metrics
+from scripts import metrics_doc
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert metrics_doc.PATH.read_text(encoding="utf-8") == metrics_doc.document(), f"run: {metrics_doc.COMMAND}"
+
+
+def test_a_document_that_is_out_of_date_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.md"
+    monkeypatch.setattr(metrics_doc, "PATH", path)
+
+    def ran(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["metrics_doc", *words])
+        return metrics_doc.main()
+
+    assert ran("--check") == 1 and not path.exists()
+    assert ran() == 0 and ran("--check") == 0
+    path.write_text(path.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    assert ran("--check") == 1
+    assert metrics_doc.COMMAND in capsys.readouterr().err
+
+
+def test_every_metric_that_a_node_shows_is_in_it() -> None:
+    text = metrics_doc.document()
+    families = list(text_string_to_metric_families(Metrics().render().decode()))
+    assert len(families) > 50
+    for family in families:
+        name = family.name + "_total" * (family.type == "counter")
+        assert f"| `{name}` | {family.type} |" in text
+        for sample in family.samples:
+            for label in sample.labels.keys() - {"le"}:
+                assert f"`{label}`:" in next(line for line in text.splitlines() if f"`{name}`" in line)
