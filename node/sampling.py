@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from node.metrics import Metrics
 from node.resources import read_disk
-from node.view import TAKES_WORK
 
 if TYPE_CHECKING:
     from node.daemon import Node
@@ -45,10 +44,10 @@ def sample(node: Node, *, lag: float) -> None:
     if membership is None:
         return
     view = membership.view
+    ejected = node.guard.ejected() if node.guard is not None else ()
     for stage in range(view.num_stages):
-        replicas = view.replicas(stage)
-        serving = sum(claim.state in TAKES_WORK for claim in replicas)
-        metrics.set_replicas(stage, live=len(replicas), serving=serving)
+        serving = view.roster(stage, node.step, without=ejected)
+        metrics.set_replicas(stage, live=len(view.replicas(stage)), serving=len(serving))
     steps = node.manifest.training.steps if node.manifest is not None else 0
     metrics.step.set(node.step)
     metrics.finished.set(node.finished or 0 < steps <= node.step)

@@ -85,7 +85,7 @@ def rendered(panel: Panel) -> Json:
         colours = [("red", None)] if panel.kind == "bargauge" else [("green", None)]
         steps = [{"color": colour, "value": value} for colour, value in [*colours, *panel.steps]]
         defaults["thresholds"] = {"mode": "absolute", "steps": steps}
-        defaults["min"] = None if panel.unit == "s" or panel.title in ("Loss", "Step") else 0
+        defaults["min"] = 0 if panel.from_zero else None
         defaults["max"] = panel.most
     if panel.kind == "timeseries":
         defaults["custom"] = {

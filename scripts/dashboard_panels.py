@@ -22,6 +22,7 @@ class Panel:
     steps: tuple[tuple[str, float], ...] = ()
     """Colours from a value on, above green."""
     stacked: bool = False
+    from_zero: bool = True
     most: float | None = None
     """The end of the axis."""
 
@@ -76,7 +77,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             steps=NOT_ZERO,
         ),
         Panel(
-            title="Loss",
+            title="Loss over time",
+            from_zero=False,
             about="The middle of what the nodes say, and each node's own.",
             asks={
                 "the swarm": "swarm:sentinel_loss:median",
@@ -85,7 +87,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             width=12,
         ),
         Panel(
-            title="Step",
+            title="Step by node",
+            from_zero=False,
             about="Nodes of one swarm are in the same step; one that lags joins, or is in trouble.",
             asks={"{{instance}}": f"sentinel_step{{{HERE}}}"},
             width=12,
@@ -177,8 +180,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Throughput and phases": (
         Panel(
-            title="Tokens per second",
-            about="By stage, of the nodes that are scraped.",
+            title="Tokens per second by stage",
+            about="Of the nodes that are scraped.",
             asks={"stage {{stage}}": "swarm_stage:sentinel_tokens:rate5m"},
         ),
         Panel(
@@ -234,6 +237,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Clock offset",
+            from_zero=False,
             about="Median of the peers' clocks minus the node's. Beyond 3 s it is refused.",
             asks={"{{instance}}": f"sentinel_clock_offset_seconds{{{HERE}}}"},
             unit="s",
