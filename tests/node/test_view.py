@@ -127,6 +127,16 @@ def test_a_peer_found_dead_is_out_until_it_claims_anew() -> None:
     assert view.merge(restarted, data_of(restarted), NOW)
 
 
+def test_the_last_stage_of_a_peer_is_remembered_when_it_has_left() -> None:
+    view = View(3)
+    assert view.last_stage("a") is None
+    for generation, stage in enumerate((0, 2, 0), start=1):
+        view.merge(claim("a", stage, generation=generation), b"", NOW)
+        assert view.last_stage("a") == stage
+    view.mark_gone("a")
+    assert view.stage_of("a") is None and view.last_stage("a") == 0
+
+
 def test_leases_and_accusations_run_out() -> None:
     view = viewing(
         [

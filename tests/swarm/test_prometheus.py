@@ -100,8 +100,11 @@ async def test_the_last_word_of_an_ejected_node_reaches_prometheus(tmp_path: Pat
     ):
         await swarm.coordinate()
         # Both callers of the second stage check the receipts that it gives: a majority of its neighbours.
-        first = [await swarm.join(name, stage=0) for name in ("s0r0", "s0r1")]
-        cheat = await swarm.join("cheat", stage=1, attack="false-receipt")
+        *first, cheat = await asyncio.gather(
+            swarm.join("s0r0", stage=0),
+            swarm.join("s0r1", stage=0),
+            swarm.join("cheat", stage=1, attack="false-receipt"),
+        )
         prometheus.scrape(*first, cheat)
         # Two scrapes, so that the node knows of a scraper; without the last stage nothing is trained meanwhile.
         await prometheus.until('count_over_time(up{job="sentinel"}[1m]) > 2', lambda found: len(found) == 3, seconds=60)
