@@ -99,7 +99,9 @@ class Metrics(Families):
             "view_replicas", "Live replicas of a stage in this node's view, in whatever state.", stage=EVERY_STAGE
         )
         self.serving_replicas = self._gauge(
-            "view_serving_replicas", "Those of them that take work in the present step, and are not ejected.", stage=EVERY_STAGE
+            "view_serving_replicas",
+            "Those of them that take work in the present step, and are not ejected.",
+            stage=EVERY_STAGE,
         )
         self.peers_connected = self._gauge("peers_connected", "Peers with an open control stream.")
         self.clock_offset = self._gauge("clock_offset_seconds", "Median of peers' clocks minus this node's.")
