@@ -245,7 +245,9 @@ class Pipeline:
     async def _serve_microbatch(self, step: Step, request: Request, message: Train) -> Response:
         if message.microbatch >= self._manifest.microbatches_per_step:
             raise MessageError(f"microbatch {message.microbatch} does not exist", kind="size")
-        step.arrives(request.peer, message.microbatch, message.attempt)
+        claim = self._membership.view.claims.get(request.peer)
+        generation = 0 if claim is None else claim.generation
+        step.arrives(request.peer, message.microbatch, message.attempt, generation)
         work, body = self._open(step, request, message)
         async with self._slots:
             self._telemetry.in_flight(+1)

@@ -34,25 +34,28 @@ class Step:
     started: float = field(default_factory=time.monotonic)
     serving: int = 0
     closed: bool = False
-    seen: dict[tuple[str, int], set[int]] = field(default_factory=dict)
-    """(caller, microbatch) -> the attempts that came."""
+    seen: dict[tuple[str, int], set[tuple[int, int]]] = field(default_factory=dict)
+    """(caller, microbatch) -> the attempts that came, each with the generation of its caller's claim."""
     attempts: dict[int, int] = field(default_factory=dict)
     """Microbatch -> calls made for it so far, over all its arrivals here."""
     losses: dict[int, float] = field(default_factory=dict)
 
-    def arrives(self, caller: str, microbatch: int, attempt: int) -> None:
+    def arrives(self, caller: str, microbatch: int, attempt: int, generation: int = 0) -> None:
         """Note that a caller has sent a microbatch.
+
+        ``generation`` is that of its claim: a node that was killed and starts again in the same step counts its
+        attempts anew, and does not repeat itself.
 
         Raises:
             MessageError: kind "repeated"; the very same message came before.
             RefusedError: kind "exhausted"; it has come too often.
         """
         attempts = self.seen.setdefault((caller, microbatch), set())
-        if attempt in attempts:
+        if (generation, attempt) in attempts:
             raise MessageError("a microbatch came twice in the same attempt", kind="repeated")
         if len(attempts) >= MAX_RUNS:
             raise RefusedError(f"microbatch {microbatch} came {MAX_RUNS} times, which is enough", kind="exhausted")
-        attempts.add(attempt)
+        attempts.add((generation, attempt))
 
     def next_attempt(self, microbatch: int) -> int:
         """The number of the next call for a microbatch. A node may see one again after its caller had to

@@ -29,3 +29,13 @@ def test_a_caller_may_send_a_microbatch_some_times_and_no_message_twice() -> Non
     assert caught.value.kind == "exhausted"
     step.arrives("b", 3, 0)
     step.arrives("a", 4, 0)
+
+
+def test_a_caller_that_starts_again_does_not_repeat_itself_and_gets_no_more_runs() -> None:
+    step = Step(number=0, parameters=bytes(32), dealer=Dealer(()))
+    for generation in range(MAX_RUNS):
+        step.arrives("a", 3, 0, generation)
+    with pytest.raises(MessageError, match="twice"):
+        step.arrives("a", 3, 0, 0)
+    with pytest.raises(RefusedError, match="enough"):
+        step.arrives("a", 3, 0, MAX_RUNS)
