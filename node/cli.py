@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from node.drill_names import CONDUCT_ATTACKS, TENSOR_ATTACKS
 from node.version import VERSION
 from protocol.errors import InviteError, ManifestError, PreflightError, SentinelError, UsageError
+
+if TYPE_CHECKING:
+    from protocol.invite import Invite
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -79,6 +84,36 @@ def node_options(command: Any) -> Any:
     ):
         command = option(command)
     return command
+
+
+def invite_file_option(what: str) -> Callable[[Any], Any]:
+    """The file of the invite, which ``coordinate`` writes and the others read."""
+    return _option(
+        "--invite-file",
+        envvar="SENTINEL_INVITE_FILE",
+        type=click.Path(path_type=Path, dir_okay=False),
+        show_default=False,
+        help=what,
+    )
+
+
+def _invited(invite: str | None, file: Path | None) -> Invite:
+    """The invite: the argument, else SENTINEL_INVITE, else the file's."""
+    from protocol.invite import parse_invite
+
+    context = click.get_current_context()
+    spoken = [context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in ("invite", "invite_file")]
+    if all(spoken):
+        raise UsageError("INVITE and --invite-file contradict each other; leave one out")
+    if file is not None and (not invite or spoken[1]):
+        from node.invite_file import read_invite_file
+
+        invite = read_invite_file(file)
+    if not invite:
+        raise InviteError(
+            f"an invite is needed: sentinel {context.info_name} INVITE, or set SENTINEL_INVITE or SENTINEL_INVITE_FILE"
+        )
+    return parse_invite(invite)
 
 
 @click.group(context_settings=CONTEXT)
@@ -174,6 +209,7 @@ def init(path: Path, force: bool, **choices: Any) -> None:
 @cli.command()
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False), default=Path("swarm.toml"))
 @node_options
+@invite_file_option("Write the invite to this file as well, for join --invite-file.")
 def coordinate(path: Path, **options: Any) -> None:
     """Start a swarm from its manifest, and print the invite for volunteers.
 
@@ -226,7 +262,8 @@ def coordinate(path: Path, **options: Any) -> None:
     help="Newest checkpoints of the stage to keep in the state folder; 0 writes none.",
 )
 @_option("--exit-when-done", is_flag=True, help="Leave after the last step instead of holding the model.")
-def join(invite: str | None, **options: Any) -> None:
+@invite_file_option("Take the invite from this file.")
+def join(invite: str | None, invite_file: Path | None, **options: Any) -> None:
     """Join a swarm with an invite, and train.
 
     INVITE is the line that the coordinator printed (or set SENTINEL_INVITE). Ctrl-C leaves
@@ -236,11 +273,8 @@ def join(invite: str | None, **options: Any) -> None:
     Example:  sentinel join sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID
     """
     from node.drill_names import check_drill_name
-    from protocol.invite import parse_invite
 
-    if not invite:
-        raise InviteError("an invite is needed: sentinel join INVITE, or set SENTINEL_INVITE")
-    parsed = parse_invite(invite)
+    parsed = _invited(invite, invite_file)
     if options["drill"]:
         check_drill_name(options["drill"])
     _run_node(invite=parsed, **options)
@@ -254,6 +288,9 @@ def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **opti
     settings = NodeSettings(state_dir=StateFolder.resolve(state_dir), **options)
     with StateFolder(settings.state_dir) as folder:
         identity = Identity.load_or_create(folder.identity_path)
+        # The node's own handler comes with its event loop. Until then SIGTERM would not even be heard by the first
+        # process of a container, for which the kernel wants a handler; there is nothing to undo yet.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         # This takes in torch and hivemind: seconds, for which no mistake above need wait.
         from node.run import run_node
 
@@ -264,17 +301,14 @@ def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **opti
 @click.argument("invite", required=False, envvar="SENTINEL_INVITE")
 @_option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_option("--timeout", "seconds", type=click.FloatRange(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
-def status(invite: str | None, as_json: bool, seconds: float) -> None:
+@invite_file_option("Take the invite from this file.")
+def status(invite: str | None, invite_file: Path | None, as_json: bool, seconds: float) -> None:
     """Show a swarm: stages, replicas, steps, loss, accusations.
 
     \b
     Example:  sentinel status sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID
     """
-    from protocol.invite import parse_invite
-
-    if not invite:
-        raise InviteError("an invite is needed: sentinel status INVITE, or set SENTINEL_INVITE")
-    parsed = parse_invite(invite)
+    parsed = _invited(invite, invite_file)
     from node.swarm_status import look, render
 
     found = look(parsed, seconds=seconds)

@@ -29,6 +29,7 @@ from node.drill import Drill, DrillPlan, parse_drill
 from node.forming import Applicant, Forming, Place
 from node.guard import Guard
 from node.http import HttpServer, finite
+from node.invite_file import write_invite_file
 from node.membership import Membership, Timing
 from node.metrics import Metrics
 from node.network import Network, P2PNetwork
@@ -315,6 +316,8 @@ class Node:
     async def _coordinate(self) -> None:
         """Serve the swarm; watch its nodes for the console and the metrics."""
         assert self.membership is not None and self.manifest is not None
+        if self.settings.invite_file is not None:  # before this node is ready, so that whoever waits for that finds it
+            write_invite_file(self.settings.invite_file, self.invite_line)
         self.set_state(NodeState.WAITING, "coordinating")
         self._say(f"invite: {self.invite_line}")
         self._tell_parent()

@@ -23,6 +23,8 @@ class NodeSettings:
     state_dir: Path
     invite: Invite | None = None
     manifest: Manifest | None = None
+    invite_file: Path | None = None
+    """Where a coordinator leaves the invite for nodes on the same machine."""
     host: str = "0.0.0.0"
     """Address to listen on for peers."""
     port: int = 0

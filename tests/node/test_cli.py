@@ -18,8 +18,10 @@ import pytest
 
 from node import cli
 from node.demo_processes import Child, start_child, stop_children
+from node.invite_file import read_invite_file, write_invite_file
 from node.state_folder import StateFolder
 from node.version import VERSION
+from protocol.errors import LocalError
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 
@@ -40,14 +42,16 @@ OPTIONS = {
         *("--name", "--stages", "--layers", "--width", "--heads", "--kv-heads", "--steps", "--data"),
         *("--min-replicas", "--allow-drills", "--force"),
     },
-    "coordinate": NODE_OPTIONS,
+    "coordinate": {*NODE_OPTIONS, "--invite-file"},
     "join": {
         *NODE_OPTIONS,
         *("--stage", "--device", "--threads", "--drill", "--drill-from", "--checkpoints", "--exit-when-done"),
+        "--invite-file",
     },
-    "status": {"--json", "--timeout"},
+    "status": {"--json", "--timeout", "--invite-file"},
     "doctor": {
         *("--state-dir", "--host", "--port", "--http-host", "--http-port", "--device", "--timeout", "--json"),
+        "--invite-file",
     },
     "export": {"--state-dir", "--out", "--step", "--swarm", "--json"},
     "identity": set(),
@@ -191,6 +195,57 @@ def test_a_wrong_argument_gets_one_line(arguments: list[str], says: str, capsys:
 def test_a_wrong_invite_gets_one_line(command: str, invite: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert says in refused(capsys, command, invite)
     assert "libp2p" not in sys.modules or command == "join"
+
+
+@pytest.mark.parametrize("command", ["join", "status"])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot read the invite file invite: No such file or directory; write the line"),
+        (b" \n", "the invite file invite is empty"),
+        (b"hello\n", "begins with sentinel://"),
+        (b"\xff\xfe", "something else than an invite"),
+        (b"x" * 10_000, "more than an invite"),
+        (f"{INVITE}\n{INVITE}\n".encode(), "one unbroken line"),
+    ],
+)
+def test_a_wrong_invite_file_gets_one_line(
+    command: str, content: bytes | None, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        Path("invite").write_bytes(content)
+    assert says in refused(capsys, command, "--invite-file", "invite")
+
+
+@pytest.mark.parametrize("command", ["join", "status"])
+def test_an_argument_or_the_environment_goes_before_the_invite_file(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("invite").write_text("from the file")
+    Path("other").write_text("from the other file")
+    monkeypatch.setenv("SENTINEL_INVITE_FILE", "invite")
+    file, line = "holds a space", "begins with https:"
+    assert file in refused(capsys, command)
+    assert line in refused(capsys, command, "https://x")
+    monkeypatch.setenv("SENTINEL_INVITE", "https://x")
+    assert line in refused(capsys, command)
+    assert file in refused(capsys, command, "--invite-file", "other")
+    assert "contradict" in refused(capsys, command, "https://x", "--invite-file", "other")
+
+
+def test_the_invite_of_a_file_is_taken_with_its_line_break(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("invite").write_text(f"{INVITE}\n")
+    assert "127.0.0.1" in refused(capsys, "status", "--invite-file", "invite", code=1)  # nobody is there
+
+
+def test_an_invite_file_is_replaced_whole_and_readable_by_others() -> None:
+    path = Path("invite")
+    path.write_text("an older one, which is longer\n" * 9)
+    write_invite_file(path, INVITE)
+    assert read_invite_file(path) == f"{INVITE}\n" and path.stat().st_mode & 0o777 == 0o644
+    assert list(Path.cwd().iterdir()) == [Path.cwd() / "invite"]
+    with pytest.raises(LocalError, match=r"cannot write the invite file no/invite: No such file .* --invite-file"):
+        write_invite_file(Path("no/invite"), INVITE)
 
 
 @pytest.mark.parametrize(
@@ -359,6 +414,29 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         check=False,
     )
     assert result.stderr == ""
+
+
+def test_sigterm_is_heard_before_the_node_has_begun() -> None:
+    """The first process of a container hears only signals for which it has a handler."""
+    script = (
+        "import os, signal, sys, types\n"
+        "def run_node(*_, **__):\n"
+        "    assert callable(signal.getsignal(signal.SIGTERM))\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    signal.pause()\n"
+        "sys.modules['node.run'] = types.SimpleNamespace(run_node=run_node)\n"
+        "from node.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, "join", INVITE, "--state-dir", "state"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=100,
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 # real nodes -------------------------------------------------------------------------------
