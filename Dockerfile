@@ -22,18 +22,18 @@ RUN set -eu; \
     apt-get install -y --no-install-recommends $needed
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
-COPY deploy/image/install.py deploy/image/
+COPY deploy/image/fill_venv.py deploy/image/
 RUN python3 -m venv /opt/sentinel
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    /opt/sentinel/bin/python deploy/image/install.py dependencies --torch "$TORCH"
+    /opt/sentinel/bin/python deploy/image/fill_venv.py dependencies --torch "$TORCH"
 COPY README.md LICENSE ./
 COPY verifier verifier
 COPY protocol protocol
 COPY node node
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    /opt/sentinel/bin/python deploy/image/install.py project
+    /opt/sentinel/bin/python deploy/image/fill_venv.py project
 COPY deploy/image/healthcheck.py /opt/sentinel/healthcheck.py
-RUN /opt/sentinel/bin/python deploy/image/install.py trim
+RUN /opt/sentinel/bin/python deploy/image/fill_venv.py trim
 
 FROM ${BASE}
 ARG VERSION=unknown

@@ -10,10 +10,10 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test image-test lint bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## make the virtual environment with pinned dependencies, if it is missing or out of date
 
@@ -27,6 +27,9 @@ demo: $(STAMP) ## train a small model in a swarm on this machine and eject an at
 
 test: $(STAMP) ## run the tests (ARGS='-m slow' runs the long ones, ARGS='-k word' some)
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+image-test: $(STAMP) ## build the container image and run a swarm from it (root, buildah and debootstrap; ten minutes)
+	@$(BIN)/python -m pytest -m image -s $(ARGS)
 
 lint: $(STAMP) ## ruff and strict mypy
 	@$(BIN)/ruff check .

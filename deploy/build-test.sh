@@ -88,7 +88,7 @@ buildah build --format docker --build-arg "BASE=$base" --build-arg "TORCH=$torch
     --build-arg "REVISION=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" \
     --secret "id=pip,src=$work/pip.conf" "${mounts[@]}" -t localhost/sentinel-swarm "$work/context" \
     >"$work/build.log" 2>&1 || { tail -n 30 "$work/build.log" >&2 && fail 1 'the build failed'; }
-grep '^install: ' "$work/build.log" || true
+grep '^fill_venv: ' "$work/build.log" || true
 say "built in $((SECONDS - begun)) s"
 if grep -qF "$canary" "$work/build.log"; then fail 1 'the log of the build tells the secret'; fi
 
@@ -99,6 +99,7 @@ python3 deploy/image/check.py --root "$root" --config "$work/inspect.json" --can
 
 say 'sizes:'
 buildah images --format '  {{.Name}} {{.Size}}'
+printf "  %s MB compressed\n" "$(($(tar -C "$root" -cf - . | gzip | wc -c) / 1000000))"
 du -sm "$root"/opt/sentinel/lib/python3*/site-packages/* | sort -rn | head -n 5 \
     | while read -r megabytes path; do printf '  %s MiB %s\n' "$megabytes" "$(basename "$path")"; done
 say 'passed'

@@ -1,7 +1,7 @@
 """Try out a built image: run nodes from it, and check what docs/deploy.md promises. build-test.sh runs this, as root.
 
-Needs Linux and Python alone. Prints a line for each thing that holds; the first that does not is the last line, with the
-end of the container's log, and the exit code is 1.
+Needs Linux and Python alone. Prints a line for each thing that holds; the first that does not is the last line, with
+the end of the container's log, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ def the_swarm(image: Image) -> None:
 
     left(nodes[1], "the node of stage 1")
     nodes[0].until_status(
-        lambda status: all(replica["peer"] != peers[1] for replica in status["replicas"]), "seeing it gone", LEASE_SECONDS
+        lambda status: all(replica["peer"] != peers[1] for replica in status["replicas"]),
+        "seeing it gone",
+        LEASE_SECONDS,
     )
     tell("its claim is gone from the other node's view")
     nodes[1] = join(image, 1, homes[1], invite)

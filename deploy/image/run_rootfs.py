@@ -2,9 +2,9 @@
 
 The plan, one JSON object, is the only argument: root, user [uid, gid], folder, command, environment, volumes {here:
 inside}. The command is process 1 of its own process numbers and has its own mounts: the root read-only, /tmp and
-/dev/shm in memory, the volumes writable. It has no capability and cannot get any. SIGTERM and SIGINT are handed on to it,
-its exit code is this program's, and it dies with this program. No runtime is asked for, so that this works where there
-are neither control groups nor an overlay file system.
+/dev/shm in memory, the volumes writable. It has no capability and cannot get any. SIGTERM and SIGINT are handed on to
+it, its exit code is this program's, and it dies with this program. No runtime is asked for, so that this works where
+there are neither control groups nor an overlay file system.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ NOT_NEEDED = (
     *("torch/lib/*.a", "pyarrow/*.pxd", "pyarrow/**/*.pyx"),
     # Data is read from local parquet files; no Arrow servers and no buckets.
     *("pyarrow/*flight*", "pyarrow/*s3*"),
-    # hivemind asks for SciPy for its averager, which a node never imports (docs/decisions/0011). build-test.sh imports every
-    # module of the project in the image and reads a parquet file.
+    # hivemind asks for SciPy for its averager, which a node never imports (docs/decisions/0011). build-test.sh imports
+    # every module of the project in the image and reads a parquet file.
     *("scipy", "scipy.libs", "scipy-*.dist-info"),
     # The image is replaced, not changed.
     *("pip", "pip-*.dist-info", "setuptools", "setuptools-*.dist-info", "_distutils_hack", "distutils-precedence.pth"),
@@ -60,7 +60,7 @@ def install_dependencies(torch: str) -> int:
         return code
     cuda = torch_cuda()
     if torch != "auto" and (cuda is not None) != (torch == "cuda"):
-        print(f"install: TORCH={torch}, but pip found a build for {cuda or 'CPUs'}", file=sys.stderr)
+        print(f"fill_venv: TORCH={torch}, but pip found a build for {cuda or 'CPUs'}", file=sys.stderr)
         return 1
     return 0
 
@@ -94,7 +94,7 @@ def trim() -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-    print(f"install: {removed >> 20} MiB removed, {size(SITE) >> 20} MiB are left")
+    print(f"fill_venv: {removed >> 20} MiB removed, {size(SITE) >> 20} MiB are left")
 
 
 def size(path: Path) -> int:
