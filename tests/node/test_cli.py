@@ -23,6 +23,7 @@ from node.state_folder import StateFolder
 from node.version import VERSION
 from protocol.errors import LocalError
 from protocol.identity import Identity
+from protocol.invite import Invite
 from protocol.manifest import Manifest
 
 ROOT = Path(__file__).parents[2]
@@ -233,9 +234,17 @@ def test_an_argument_or_the_environment_goes_before_the_invite_file(
     assert "contradict" in refused(capsys, command, "https://x", "--invite-file", "other")
 
 
-def test_the_invite_of_a_file_is_taken_with_its_line_break(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_invite_of_a_file_is_taken_with_its_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def look(invite: Invite, *, seconds: float) -> dict[str, object]:  # the real one takes in libp2p
+        asked.append(str(invite))
+        raise LocalError("nobody is there")
+
+    monkeypatch.setattr("node.swarm_status.look", look)
     Path("invite").write_text(f"{INVITE}\n")
-    assert "127.0.0.1" in refused(capsys, "status", "--invite-file", "invite", code=1)  # nobody is there
+    assert cli.main(["status", "--invite-file", "invite"]) == 1
+    assert asked == [INVITE]
 
 
 def test_an_invite_file_is_replaced_whole_and_readable_by_others() -> None:
@@ -485,6 +494,28 @@ async def test_a_seed_that_nobody_serves_is_tried_for_ever(tmp_path: Path) -> No
     finally:
         await stop_children([child])
     assert "no seed answers yet" in (tmp_path / "node" / "log.txt").read_text()
+
+
+@pytest.mark.usefixtures("runtime")
+async def test_a_coordinator_leaves_its_invite_in_a_file(tmp_path: Path) -> None:
+    assert cli.main(["init", "--name", "mine"]) == 0
+    options = ["coordinate", "swarm.toml", "--host", "127.0.0.1", "--no-reach", "--invite-file"]
+    child = await start_child("coordinator", tmp_path / "coordinator", [*options, "invite"])
+    try:
+        assert child.ready, child.last_words()
+        assert read_invite_file(Path("invite")) == f"{child.ready['invite']}\n"
+        child.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            assert await child.process.wait() == 0
+    finally:
+        await stop_children([child])
+    child = await start_child("coordinator", tmp_path / "coordinator", [*options, "no/such/folder/invite"])
+    try:
+        async with asyncio.timeout(30):
+            assert await child.process.wait() == 1
+    finally:
+        await stop_children([child])
+    assert "sentinel: cannot write the invite file no/such/folder/invite: No such file" in child.last_words()
 
 
 async def ask(child: Child) -> dict[str, str]:
