@@ -99,7 +99,7 @@ def the_commands(image: Image) -> None:
     expect("Usage: sentinel" in said, "sentinel --help")
     tell(image.run(["--version"]).strip())
     if re.search(r"^  doctor\b", said, re.MULTILINE):
-        tell(image.run(["doctor"]).strip())
+        tell(image.run(["doctor"], volumes={image.volume("doctor"): "/data"}).strip())
     count = image.run(["-c", PARTS], entrypoint=[PYTHON]).strip().splitlines()[-1]
     tell(f"{count} modules can be imported, and parquet can be read")
     said = image.run(["-c", "open('/run/sentinel/new', 'w')"], entrypoint=[PYTHON], code=1)
