@@ -7,113 +7,18 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-from click.core import ParameterSource
 
+from node.cli_options import invite_file_option, invited, node_options, option
 from node.drill_names import CONDUCT_ATTACKS, TENSOR_ATTACKS
 from node.version import VERSION
-from protocol.errors import InviteError, ManifestError, PreflightError, SentinelError, UsageError
-
-if TYPE_CHECKING:
-    from protocol.invite import Invite
+from protocol.errors import ManifestError, PreflightError, SentinelError, UsageError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-
-
-def _option(*names: str, **keywords: Any) -> Callable[[Any], Any]:
-    return click.option(*names, show_default=keywords.pop("show_default", True), **keywords)
-
-
-def node_options(command: Any) -> Any:
-    """Options that every long-running node takes."""
-    for option in reversed(
-        (
-            _option(
-                "--state-dir",
-                envvar="SENTINEL_STATE_DIR",
-                type=click.Path(path_type=Path),
-                show_default=False,
-                help="Folder for identity and state [default: the platform's data folder].",
-            ),
-            _option("--host", envvar="SENTINEL_HOST", default="0.0.0.0", help="Address to listen on for peers."),
-            _option(
-                "--port",
-                envvar="SENTINEL_PORT",
-                type=click.IntRange(0, 65535),
-                default=0,
-                help="TCP port for peers; 0 chooses a free one.",
-            ),
-            _option(
-                "--announce",
-                envvar="SENTINEL_ANNOUNCE",
-                multiple=True,
-                show_default=False,
-                help="Multiaddr (/ip4/…/tcp/…) to announce instead of the listening ones; may be repeated.",
-            ),
-            _option("--reach/--no-reach", default=True, help="Use NAT port mapping and relays."),
-            _option(
-                "--http-host", envvar="SENTINEL_HTTP_HOST", default="127.0.0.1", help="Address for metrics and status."
-            ),
-            _option(
-                "--http-port",
-                envvar="SENTINEL_HTTP_PORT",
-                type=click.IntRange(0, 65535),
-                default=0,
-                help="TCP port for metrics and status; 0 chooses a free one.",
-            ),
-            _option(
-                "--label",
-                envvar="SENTINEL_LABEL",
-                default="",
-                show_default=False,
-                help="A name for this node that people see.",
-            ),
-            _option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to log."),
-            _option(
-                "--log-level",
-                type=click.Choice(["debug", "info", "warning", "error"]),
-                default="info",
-                help="How much to log.",
-            ),
-            click.option("--ready-fd", type=click.IntRange(3), hidden=True),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def invite_file_option(what: str) -> Callable[[Any], Any]:
-    """The file of the invite, which ``coordinate`` writes and the others read."""
-    return _option(
-        "--invite-file",
-        envvar="SENTINEL_INVITE_FILE",
-        type=click.Path(path_type=Path, dir_okay=False),
-        show_default=False,
-        help=what,
-    )
-
-
-def _invited(invite: str | None, file: Path | None) -> Invite:
-    """The invite: the argument, else SENTINEL_INVITE, else the file's."""
-    from protocol.invite import parse_invite
-
-    context = click.get_current_context()
-    spoken = [context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in ("invite", "invite_file")]
-    if all(spoken):
-        raise UsageError("INVITE and --invite-file contradict each other; leave one out")
-    if file is not None and (not invite or spoken[1]):
-        from node.invite_file import read_invite_file
-
-        invite = read_invite_file(file)
-    if not invite:
-        raise InviteError(
-            f"an invite is needed: sentinel {context.info_name} INVITE, or set SENTINEL_INVITE or SENTINEL_INVITE_FILE"
-        )
-    return parse_invite(invite)
 
 
 @click.group(context_settings=CONTEXT)
@@ -129,10 +34,10 @@ def cli() -> None:
 
 
 @cli.command()
-@_option("--stages", type=click.IntRange(2, 16), default=3, help="Pipeline stages.")
-@_option("--replicas", type=click.IntRange(1, 16), default=2, help="Honest replicas of each stage.")
-@_option("--steps", type=click.IntRange(1, 100000), default=60, help="Training steps.")
-@_option(
+@option("--stages", type=click.IntRange(2, 16), default=3, help="Pipeline stages.")
+@option("--replicas", type=click.IntRange(1, 16), default=2, help="Honest replicas of each stage.")
+@option("--steps", type=click.IntRange(1, 100000), default=60, help="Training steps.")
+@option(
     "--drill",
     "drills",
     multiple=True,
@@ -140,17 +45,17 @@ def cli() -> None:
     show_default=False,
     help="An extra node of STAGE that attacks; may be repeated. [default: sign-flip in the middle stage]",
 )
-@_option("--no-drill", is_flag=True, help="No attacker at all.")
-@_option("--drill-from", type=click.IntRange(0), default=20, help="Step at which attacks begin.")
-@_option(
+@option("--no-drill", is_flag=True, help="No attacker at all.")
+@option("--drill-from", type=click.IntRange(0), default=20, help="Step at which attacks begin.")
+@option(
     "--json",
     "json_path",
     type=click.Path(path_type=Path, dir_okay=False),
     show_default=False,
     help="Write the result to this file.",
 )
-@_option("--keep", is_flag=True, help="Keep the nodes' state folders and logs.")
-@_option("--plain", is_flag=True, help="Lines instead of a live view.")
+@option("--keep", is_flag=True, help="Keep the nodes' state folders and logs.")
+@option("--plain", is_flag=True, help="Lines instead of a live view.")
 def demo(**options: Any) -> None:
     """Run a real swarm on this machine, with a cheating node that gets thrown out.
 
@@ -175,17 +80,17 @@ def demo(**options: Any) -> None:
 
 @cli.command()
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False), default=Path("swarm.toml"))
-@_option("--name", default="my-swarm", help="The swarm's name.")
-@_option("--stages", type=click.IntRange(1, 128), default=3, help="Pipeline stages.")
-@_option("--layers", type=click.IntRange(1, 512), default=6, help="Layers of the model.")
-@_option("--width", type=click.IntRange(2, 65536), default=128, help="Width of the model.")
-@_option("--heads", type=click.IntRange(1, 1024), default=4, help="Attention heads.")
-@_option("--kv-heads", type=click.IntRange(1, 1024), default=2, help="Key/value heads.")
-@_option("--steps", type=click.IntRange(0), default=0, help="Training steps; 0 has no end.")
-@_option("--data", default="stdlib", help="stdlib, or file:PATH.")
-@_option("--min-replicas", type=click.IntRange(1, 256), default=1, help="Replicas of each stage before the start.")
-@_option("--allow-drills", is_flag=True, help="Let nodes join as attackers for practice.")
-@_option("--force", is_flag=True, help="Overwrite the file.")
+@option("--name", default="my-swarm", help="The swarm's name.")
+@option("--stages", type=click.IntRange(1, 128), default=3, help="Pipeline stages.")
+@option("--layers", type=click.IntRange(1, 512), default=6, help="Layers of the model.")
+@option("--width", type=click.IntRange(2, 65536), default=128, help="Width of the model.")
+@option("--heads", type=click.IntRange(1, 1024), default=4, help="Attention heads.")
+@option("--kv-heads", type=click.IntRange(1, 1024), default=2, help="Key/value heads.")
+@option("--steps", type=click.IntRange(0), default=0, help="Training steps; 0 has no end.")
+@option("--data", default="stdlib", help="stdlib, or file:PATH.")
+@option("--min-replicas", type=click.IntRange(1, 256), default=1, help="Replicas of each stage before the start.")
+@option("--allow-drills", is_flag=True, help="Let nodes join as attackers for practice.")
+@option("--force", is_flag=True, help="Overwrite the file.")
 def init(path: Path, force: bool, **choices: Any) -> None:
     """Write a commented swarm.toml, the manifest of a new swarm.
 
@@ -231,21 +136,21 @@ def coordinate(path: Path, **options: Any) -> None:
 @cli.command()
 @click.argument("invite", required=False, envvar="SENTINEL_INVITE")
 @node_options
-@_option(
+@option(
     "--stage",
     type=click.IntRange(0, 127),
     show_default=False,
     help="Claim this stage [default: the one that needs a node most].",
 )
-@_option("--device", envvar="SENTINEL_DEVICE", default="auto", help="auto, cpu, cuda or cuda:N.")
-@_option(
+@option("--device", envvar="SENTINEL_DEVICE", default="auto", help="auto, cpu, cuda or cuda:N.")
+@option(
     "--threads",
     envvar="SENTINEL_THREADS",
     type=click.IntRange(0, 1024),
     default=0,
     help="Compute threads; 0 lets torch choose.",
 )
-@_option(
+@option(
     "--drill",
     default="",
     metavar="ATTACK",
@@ -253,15 +158,15 @@ def coordinate(path: Path, **options: Any) -> None:
     help=f"Attack the swarm on purpose, where its manifest allows drills: {', '.join(TENSOR_ATTACKS)}, also with "
     f"gradient- or both- before it; {', '.join(CONDUCT_ATTACKS)}.",
 )
-@_option("--drill-from", type=click.IntRange(0), default=0, help="Step at which the attack begins.")
-@_option(
+@option("--drill-from", type=click.IntRange(0), default=0, help="Step at which the attack begins.")
+@option(
     "--checkpoints",
     envvar="SENTINEL_CHECKPOINTS",
     type=click.IntRange(0, 1000),
     default=2,
     help="Newest checkpoints of the stage to keep in the state folder; 0 writes none.",
 )
-@_option("--exit-when-done", is_flag=True, help="Leave after the last step instead of holding the model.")
+@option("--exit-when-done", is_flag=True, help="Leave after the last step instead of holding the model.")
 @invite_file_option("Take the invite from this file.")
 def join(invite: str | None, invite_file: Path | None, **options: Any) -> None:
     """Join a swarm with an invite, and train.
@@ -274,7 +179,7 @@ def join(invite: str | None, invite_file: Path | None, **options: Any) -> None:
     """
     from node.drill_names import check_drill_name
 
-    parsed = _invited(invite, invite_file)
+    parsed = invited(invite, invite_file)
     if options["drill"]:
         check_drill_name(options["drill"])
     _run_node(invite=parsed, **options)
@@ -299,8 +204,8 @@ def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **opti
 
 @cli.command()
 @click.argument("invite", required=False, envvar="SENTINEL_INVITE")
-@_option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_option("--timeout", "seconds", type=click.FloatRange(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
+@option("--timeout", "seconds", type=click.FloatRange(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
 @invite_file_option("Take the invite from this file.")
 def status(invite: str | None, invite_file: Path | None, as_json: bool, seconds: float) -> None:
     """Show a swarm: stages, replicas, steps, loss, accusations.
@@ -308,7 +213,7 @@ def status(invite: str | None, invite_file: Path | None, as_json: bool, seconds:
     \b
     Example:  sentinel status sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID
     """
-    parsed = _invited(invite, invite_file)
+    parsed = invited(invite, invite_file)
     from node.swarm_status import look, render
 
     found = look(parsed, seconds=seconds)
@@ -317,29 +222,30 @@ def status(invite: str | None, invite_file: Path | None, as_json: bool, seconds:
 
 @cli.command()
 @click.argument("invite", required=False, envvar="SENTINEL_INVITE")
-@_option(
+@option(
     "--state-dir",
     envvar="SENTINEL_STATE_DIR",
     type=click.Path(path_type=Path),
     show_default=False,
     help="Folder for identity and state [default: the platform's data folder].",
 )
-@_option("--host", envvar="SENTINEL_HOST", default="0.0.0.0", help="Address that the node would listen on.")
-@_option(
+@option("--host", envvar="SENTINEL_HOST", default="0.0.0.0", help="Address that the node would listen on.")
+@option(
     "--port", envvar="SENTINEL_PORT", type=click.IntRange(0, 65535), default=0, help="TCP port for peers; 0 for any."
 )
-@_option("--http-host", envvar="SENTINEL_HTTP_HOST", default="127.0.0.1", help="Address for metrics and status.")
-@_option(
+@option("--http-host", envvar="SENTINEL_HTTP_HOST", default="127.0.0.1", help="Address for metrics and status.")
+@option(
     "--http-port",
     envvar="SENTINEL_HTTP_PORT",
     type=click.IntRange(0, 65535),
     default=0,
     help="TCP port for metrics and status; 0 for any.",
 )
-@_option("--device", envvar="SENTINEL_DEVICE", default="auto", help="auto, cpu, cuda or cuda:N.")
-@_option("--timeout", "seconds", type=click.FloatRange(0.1, 600), default=20.0, help="Seconds for the swarm's answers.")
-@_option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(invite: str | None, state_dir: Path | None, as_json: bool, **options: Any) -> None:
+@option("--device", envvar="SENTINEL_DEVICE", default="auto", help="auto, cpu, cuda or cuda:N.")
+@option("--timeout", "seconds", type=click.FloatRange(0.1, 600), default=20.0, help="Seconds for the swarm's answers.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
+@invite_file_option("Take the invite from this file.")
+def doctor(invite: str | None, invite_file: Path | None, state_dir: Path | None, as_json: bool, **options: Any) -> None:
     """Look whether a node would work on this machine, and say what to do where not.
 
     Changes nothing and joins nothing. With an INVITE the swarm is asked as well: whether it is there, whether its
@@ -349,9 +255,7 @@ def doctor(invite: str | None, state_dir: Path | None, as_json: bool, **options:
     Example:  sentinel doctor
               sentinel doctor sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID --port 31331
     """
-    from protocol.invite import parse_invite
-
-    parsed = parse_invite(invite) if invite else None
+    parsed = invited(invite, invite_file) if invite or invite_file else None
     from node.doctor import Plan, examine
     from node.findings import as_dict, render, works
     from node.state_folder import StateFolder
@@ -363,7 +267,7 @@ def doctor(invite: str | None, state_dir: Path | None, as_json: bool, **options:
 
 
 @cli.command()
-@_option(
+@option(
     "--state-dir",
     "state_dirs",
     envvar="SENTINEL_STATE_DIR",
@@ -373,10 +277,10 @@ def doctor(invite: str | None, state_dir: Path | None, as_json: bool, **options:
     help="State folder of a node, of which checkpoints/ is enough; may be repeated, until every stage is there "
     "[default: the platform's data folder].",
 )
-@_option("--out", type=click.Path(path_type=Path), required=True, help="Folder to make.")
-@_option("--step", type=click.IntRange(1), show_default=False, help="[default: the newest that every stage has]")
-@_option("--swarm", default="", show_default=False, help="Beginning of the swarm's id, where there are several.")
-@_option("--json", "as_json", is_flag=True, help="Print JSON.")
+@option("--out", type=click.Path(path_type=Path), required=True, help="Folder to make.")
+@option("--step", type=click.IntRange(1), show_default=False, help="[default: the newest that every stage has]")
+@option("--swarm", default="", show_default=False, help="Beginning of the swarm's id, where there are several.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def export(state_dirs: tuple[Path, ...], out: Path, step: int | None, swarm: str, as_json: bool) -> None:
     """Put the checkpoints of all stages together as a model that transformers loads.
 
@@ -413,7 +317,7 @@ def identity() -> None:
 
 
 def _state_option(command: Any) -> Any:
-    return _option(
+    return option(
         "--state-dir",
         envvar="SENTINEL_STATE_DIR",
         type=click.Path(path_type=Path),
