@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from node.invites import invite_by
 from node.version import VERSION
 from protocol.records import Claim
 
@@ -69,7 +70,7 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         "http": list(node.http_address) if node.http_address is not None else None,
     }
     if not brief:
-        status["invite"] = node.invite_line
+        status["invite"] = _invite(node)
         status["digests"] = list(telemetry.digests)
         status["peak_memory_bytes"] = peak_memory_bytes()
     return status
@@ -86,6 +87,14 @@ def _reason(node: Node) -> str:
     if node.pipeline is not None and node.pipeline.waiting_reason:
         return node.pipeline.waiting_reason
     return node.reason
+
+
+def _invite(node: Node) -> str:
+    """The invite to this node and some others; empty until this one can be reached."""
+    if not node.invite_line or node.membership is None:
+        return node.invite_line
+    others = (claim for claim in node.membership.view.claims.values() if claim.peer != node.identity.peer_id)
+    return invite_by(node.swarm.hex(), node.network.addresses, others)
 
 
 def _drill(node: Node) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from node.invites import invite_by
 from protocol.errors import ProtocolVersionError, SwarmMismatchError
 from protocol.fields import MAX_STEP
 from protocol.invite import Invite
@@ -38,7 +39,8 @@ def look(invite: Invite, *, seconds: float) -> dict[str, Any]:
                 f"the swarm speaks another protocol version than this software (version {PROTOCOL_VERSION}); upgrade "
                 f"the older of the two; the node says: {error}"
             ) from None
-        return picture(await session.status(), await session.records(swarm))
+        found = picture(await session.status(), await session.records(swarm))
+        return {**found, "invite": found["invite"] or str(invite)}
 
     return run_light(ask, invite.addresses, seconds=seconds)
 
@@ -46,8 +48,10 @@ def look(invite: Invite, *, seconds: float) -> dict[str, Any]:
 def picture(status: dict[str, Any], records: Iterable[Record]) -> dict[str, Any]:
     """What ``--json`` prints: the status of the node that was asked, and the records that it knows."""
     known = list(records)
+    claims = [record for record in known if isinstance(record, Claim)]
     return {
         "seed": status,
+        "invite": invite_by(claims[0].swarm.hex(), (), claims) if claims else "",
         "claims": [_claim(record) for record in known if isinstance(record, Claim)],
         "accusations": [_accusation(record) for record in known if isinstance(record, Accusation)],
     }
@@ -112,6 +116,8 @@ def render(found: dict[str, Any]) -> str:
         )
     if reason := _plain(seed.get("reason"), 200):
         lines.append(f"asked {_plain(seed.get('peer'))[-8:]}, which is {_plain(seed.get('state'))}: {reason}")
+    if invite := found.get("invite"):
+        lines.append(f"invite: {invite}")
     return "\n".join(lines)
 
 
