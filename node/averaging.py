@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -98,13 +99,15 @@ class Averager:
         alive: Callable[[Collection[str]], Awaitable[Collection[str] | None]] = _nobody,
         check_present: Callable[[int], None] = lambda step: None,
         tell: Callable[[str], None] = lambda text: None,
+        slept_since: Callable[[float], bool] = lambda moment: False,
     ) -> None:
         """``siblings(step)`` lists live siblings, without this node, that take part in a step;
         ``is_sibling`` tells whether a peer holds a claim on this stage at all.
 
         ``alive(lost)`` returns those of some lost siblings that are there nevertheless, None if that cannot be known
         now. ``check_present(step)`` raises OutOfSyncError if the swarm has gone on from ``step``. ``tell`` is told
-        why this node waits, in words for people.
+        why this node waits, in words for people. ``slept_since(moment)`` tells whether this process was stopped after
+        a moment of ``time.monotonic``.
         """
         self._me = me
         self._transport = transport
@@ -122,6 +125,7 @@ class Averager:
         self._alive = alive
         self._check_present = check_present
         self._tell = tell
+        self._slept_since = slept_since
         self._last_members: frozenset[str] = frozenset()
         self._behind: set[str] = set()
         self.rounds_failed = 0
@@ -181,6 +185,7 @@ class Averager:
                 members, attempt = joined
                 if await self._may_go_on(step, members):
                     break
+            began = time.monotonic()
             try:
                 mean = await self._butterfly.exchange(contribution, members, attempt)
                 announced = self._announced[step]
@@ -189,6 +194,10 @@ class Averager:
                 committed = await self._commit(step, attempt, members, mean, microbatches)
             except SentinelError as error:
                 log.warning("averaging of step %d, attempt %d failed, trying again: %s", step, attempt, error)
+                committed = None
+            if committed is not None and self._slept_since(began):
+                # The siblings may have given this attempt up for one without this node: ask before it counts.
+                log.warning("this process was stopped in the middle of averaging step %d; asking the siblings", step)
                 committed = None
             if committed is not None:
                 self._last_members = frozenset(members)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from node.view import TAKES_WORK, View
+from node.wakefulness import TICK_SECONDS, Wakefulness
 from protocol.errors import RecordError, SentinelError
 from protocol.fields import decode
 from protocol.identity import Identity
@@ -48,7 +49,6 @@ POLL_SECONDS = 5.0
 REDIAL_SECONDS = 4.0
 MAX_LOST = 256
 """Peers that are looked for after they vanished; of more, those that vanished first are given up."""
-TICK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,7 @@ class Membership:
         self._extra_peers: dict[str, None] = {}
         self.lost: dict[str, tuple[str, ...]] = {}
         """Peers that vanished without giving their claim up, with their addresses, oldest first."""
+        self.wakefulness = Wakefulness()
         self.forming = True
         """Whether the swarm is still forming: the DHT is then read more often."""
         transport.on_peer_gone(self._peer_gone)
@@ -314,6 +315,7 @@ class Membership:
     async def _tick_loop(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
+            self.wakefulness.tick()
             if ended := self.view.expire(self._wall_clock()):
                 for claim in ended:
                     self._lose(claim)

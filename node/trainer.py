@@ -120,6 +120,7 @@ class Trainer:
             alive=self._alive,
             check_present=self._check_present,
             tell=lambda text: set_state(NodeState.TRAINING, text),
+            slept_since=membership.wakefulness.slept_since,
         )
         self._witnesses = Witnesses(
             neighbours=self._neighbours, ask=membership.fetch_view, needed=manifest.num_stages > 1

@@ -183,3 +183,22 @@ async def test_siblings_that_find_each_other_again_average_together() -> None:
         assert first.digest == second.digest and first.microbatches == 2
     finally:
         await stage.close()
+
+
+async def test_what_was_agreed_before_this_process_was_stopped_is_asked_for_again() -> None:
+    """The others gave the attempt up and committed one without it, and their old word is still in its buffers."""
+    stage = Stage()
+    a, b, c = stage.siblings("abc")
+    try:
+        slept = iter([True, False])
+        c.averager._slept_since = lambda moment: next(slept)
+        parts = gradients(3)
+        first, second, third = await asyncio.gather(
+            *(member.run(part) for member, part in zip((a, b, c), parts, strict=True))
+        )
+        # Here the others did commit, so the answer is what was agreed; what counts is that they were asked.
+        assert first.digest == second.digest == third.digest
+        assert third.fetched and not first.fetched
+        assert c.averager.rounds_failed == 1
+    finally:
+        await stage.close()
