@@ -95,6 +95,7 @@ class Averager:
         notify: Callable[[], None],
         on_stalled: Callable[[str], None],
         hop_seconds: float,
+        robust: bool,
         on_failed_round: Callable[[], None] = lambda: None,
         alive: Callable[[Collection[str]], Awaitable[Collection[str] | None]] = _nobody,
         check_present: Callable[[int], None] = lambda step: None,
@@ -104,6 +105,7 @@ class Averager:
         """``siblings(step)`` lists live siblings, without this node, that take part in a step;
         ``is_sibling`` tells whether a peer holds a claim on this stage at all.
 
+        ``robust``: outliers among three members or more count less, else the mean is taken.
         ``alive(lost)`` returns those of some lost siblings that are there nevertheless, None if that cannot be known
         now. ``check_present(step)`` raises OutOfSyncError if the swarm has gone on from ``step``. ``tell`` is told
         why this node waits, in words for people. ``slept_since(moment)`` tells whether this process was stopped after
@@ -136,6 +138,7 @@ class Averager:
             me=me,
             transport=transport,
             length=parameters,
+            robust=robust,
             wait_until=wait_until,
             notify=notify,
             check_round=self._check_round,
@@ -400,7 +403,7 @@ class Averager:
                     peer,
                     Method.AGGREGATE,
                     Aggregate(step=step),
-                    timeout=3 * self._hop_seconds,
+                    timeout=4 * self._hop_seconds,
                     reply_limit=4 * self._length,
                 )
                 answer = decode(AggregateAnswer, response.head)

@@ -1,21 +1,30 @@
-"""The exchange of an averaging round: every member reduces one slice of the vector for all of them."""
+"""The exchange of an averaging round: every member reduces one slice of the vector for all of them.
+
+With three members or more that have trained something, inner products of whole vectors decide how much of each
+member's gradient is used. No member sees whole vectors: each tells the others the inner products over its own slice.
+All slices are alike, so the median over the owners stands for the whole, and a minority that lies moves it little.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVarTuple
 
 import torch
 
-from node.rounds import Members, reduce_slice, slice_bounds
-from protocol.errors import MessageError, RefusedError, RemoteError
+from node.rounds import Members, plausible_gram, reduce_slice, slice_length, strides, whole_gram
+from protocol.errors import MessageError, RefusedError, RemoteError, SentinelError
 from protocol.fields import decode
-from protocol.messages import Method, Part
+from protocol.messages import MAX_REPLICAS, Gram, Method, Part
 from protocol.tensors import WireDtype, decode_tensor, encode_tensor
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
+from verifier.aggregation import Rule, capped_weights, coefficients, combine, partial_gram, rule_for
+
+log = logging.getLogger(__name__)
 
 MAX_OPEN = 16
 """Slices that one member may have this node keep at a time."""
@@ -44,6 +53,8 @@ class Gathering:
     opener: str
     """Who made this node keep it."""
     parts: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    grams: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What each member says of its own slice: inner products, float64 [members, members]."""
     reducing: asyncio.Task[torch.Tensor] | None = None
 
 
@@ -56,16 +67,19 @@ class Butterfly:
         me: str,
         transport: Transport,
         length: int,
+        robust: bool,
         wait_until: Callable[[Callable[[], bool], float | None], Awaitable[bool]],
         notify: Callable[[], None],
         check_round: Callable[[int, int], None],
         is_sibling: Callable[[str], bool],
         hop_seconds: float,
     ) -> None:
-        """``check_round(step, attempt)`` raises for rounds that must not be prepared."""
+        """``robust``: use the rule that fits the number of members, else always the mean.
+        ``check_round(step, attempt)`` raises for rounds that must not be prepared."""
         self._me = me
         self._transport = transport
         self._length = length
+        self._robust = robust
         self._wait_until = wait_until
         self._notify = notify
         self._check_round = check_round
@@ -73,6 +87,7 @@ class Butterfly:
         self._gatherings: dict[RoundKey, Gathering] = {}
         body_limit = 4 * (length + 1)
         transport.serve(Method.PART, Route(handler=self._serve_part, body_limit=body_limit, admits=is_sibling))
+        transport.serve(Method.GRAM, Route(handler=self._serve_gram, body_limit=8 * MAX_REPLICAS**2, admits=is_sibling))
 
     def forget(self, step: int) -> None:
         """Drop what is kept of rounds up to this step."""
@@ -92,30 +107,30 @@ class Butterfly:
         Raises:
             SentinelError: a member did not answer, or not with what it should have.
         """
-        bounds = slice_bounds(self._length, len(members))
+        cuts = strides(len(members))
         key = (contribution.step, attempt, members)
         gathering = self._gathering(key, self._me)
         own = members.index(self._me)
         gradient, count = contribution.gradient, contribution.microbatches
-        self._add_part(gathering, self._me, gradient[slice(*bounds[own])], count)
+        self._add_part(gathering, self._me, gradient[cuts[own]].contiguous(), count)
         aggregate = torch.empty(self._length)
         message = Part(step=contribution.step, attempt=attempt, members=members, microbatches=count)
 
         async def trade(index: int) -> None:
-            low, high = bounds[index]
+            length = slice_length(self._length, cuts[index])
             if index == own:
-                aggregate[low:high] = await self._reduced(key, gathering)
+                aggregate[cuts[index]] = await self._reduced(key, gathering)
                 return
             response = await self._transport.call(
                 members[index],
                 Method.PART,
                 message,
-                encode_tensor(gradient[low:high], WireDtype.FP32),
-                timeout=2 * self._hop_seconds,
-                reply_limit=4 * (high - low),
+                encode_tensor(gradient[cuts[index]].contiguous(), WireDtype.FP32),
+                timeout=3 * self._hop_seconds,
+                reply_limit=4 * length,
             )
             try:
-                aggregate[low:high] = finite(flat(response.data, high - low), members[index])
+                aggregate[cuts[index]] = finite(flat(response.data, length), members[index])
             except RemoteError as error:
                 self._transport.observer.remote_error(members[index], error)
                 raise
@@ -158,26 +173,87 @@ class Butterfly:
             missing = [peer[-8:] for peer in members if peer not in gathering.parts]
             raise RefusedError(f"no part came from {', '.join(missing)}", kind="incomplete")
         parts, counts = zip(*(gathering.parts[member] for member in members), strict=True)
-        return await _computed(self._length, reduce_slice, parts, counts)
+        active = [index for index, count in enumerate(counts) if count > 0]
+        rule = rule_for(len(active)) if self._robust and active else Rule.MEAN
+        if rule is Rule.MEAN:
+            return await _computed(self._length, reduce_slice, parts, counts)
+        means = await _computed(self._length, _means, parts, counts)
+        gathering.grams[self._me] = await _computed(self._length, partial_gram, means)
+        self._notify()
+        await asyncio.gather(
+            self._tell_gram(key, gathering.grams[self._me]),
+            self._wait_until(lambda: all(member in gathering.grams for member in members), self._hop_seconds),
+        )
+        gram = self._whole_gram(members, gathering)[active][:, active]
+        shares = coefficients(gram, capped_weights([counts[index] for index in active]))
+        return await _computed(self._length, combine, means[active], shares)
+
+    async def _tell_gram(self, key: RoundKey, gram: torch.Tensor) -> None:
+        step, attempt, members = key
+        message = Gram(step=step, attempt=attempt, members=members)
+        body = (gram.contiguous().numpy().tobytes(),)
+
+        async def tell(peer: str) -> None:
+            try:
+                await self._transport.call(peer, Method.GRAM, message, body, timeout=self._hop_seconds)
+            except SentinelError as error:
+                log.debug("sibling %s did not take the inner products of a slice: %s", peer[-8:], error)
+
+        await asyncio.gather(*(tell(peer) for peer in members if peer != self._me))
+
+    def _whole_gram(self, members: Members, gathering: Gathering) -> torch.Tensor:
+        """Inner products of the members' mean gradients, float64 [members, members], as most owners tell."""
+        told = []
+        for member in members:
+            gram = gathering.grams.get(member)
+            if gram is None:
+                log.warning("sibling %s did not tell the inner products of its slice", member[-8:])
+            elif not plausible_gram(gram):
+                error = RemoteError("the inner products of a slice cannot be true", kind="gram")
+                self._transport.observer.remote_error(member, error)
+            else:
+                told.append(gram)
+        if 2 * len(told) <= len(members):
+            raise RefusedError("most siblings did not tell the inner products of their slices", kind="incomplete")
+        return whole_gram(told)
 
     # answering -----------------------------------------------------------------------
 
     async def _serve_part(self, request: Request) -> Response:
         message = decode(Part, request.head)
-        key, bounds = self._round(message, request.peer)
-        start, end = bounds[message.members.index(self._me)]
+        key = self._round(message, request.peer)
+        length = slice_length(self._length, strides(len(message.members))[message.members.index(self._me)])
         gathering = self._gathering(key, request.peer)
         if request.peer in gathering.parts:
             raise MessageError("a part came twice", kind="repeated")
-        self._add_part(gathering, request.peer, flat(request.body, end - start), message.microbatches)
+        self._add_part(gathering, request.peer, flat(request.body, length), message.microbatches)
         reduced = await self._reduced(key, gathering)
         return Response(body=encode_tensor(reduced, WireDtype.FP32))
 
-    def _round(self, message: Part, peer: str) -> tuple[RoundKey, list[tuple[int, int]]]:
+    async def _serve_gram(self, request: Request) -> Response:
+        message = decode(Gram, request.head)
+        key = self._round(message, request.peer)
+        size = len(message.members)
+        if memoryview(request.body).nbytes != 8 * size * size:
+            raise MessageError("the inner products of a slice are of another number of members", kind="size")
+        gathering = self._gathering(key, request.peer)
+        if request.peer in gathering.grams:
+            raise MessageError("the inner products of a slice came twice", kind="repeated")
+        gram = torch.frombuffer(bytearray(request.body), dtype=torch.float64).view(size, size)
+        gathering.grams[request.peer] = gram
+        self._notify()
+        return Response()
+
+    def _round(self, message: Part | Gram, peer: str) -> RoundKey:
         self._check_round(message.step, message.attempt)
         if self._me not in message.members or peer not in message.members:
             raise MessageError("a part came for a round without its sender or receiver", kind="round")
-        return (message.step, message.attempt, message.members), slice_bounds(self._length, len(message.members))
+        return message.step, message.attempt, message.members
+
+
+def _means(parts: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
+    """Each member's mean gradient over its microbatches, float32 [members, n]; zeros where it has none."""
+    return torch.stack([part / max(1, count) for part, count in zip(parts, counts, strict=True)])
 
 
 async def _computed(entries: int, compute: Callable[[*Ts], torch.Tensor], *args: *Ts) -> torch.Tensor:

@@ -85,16 +85,18 @@ def next_attempt(mine: int, announced: Mapping[str, Announcement], members: Memb
     return max([mine, *(attempt for attempt in others if attempt <= most)])
 
 
-def slice_bounds(length: int, members: int) -> list[tuple[int, int]]:
-    """Cut ``length`` values into one contiguous slice a member, sizes differing by one at most."""
-    floor, extra = divmod(length, members)
-    bounds = []
-    start = 0
-    for index in range(members):
-        end = start + floor + (1 if index < extra else 0)
-        bounds.append((start, end))
-        start = end
-    return bounds
+def strides(members: int) -> list[slice]:
+    """Each member's slice of a vector: every entry whose index leaves the member's place as remainder.
+
+    Slices of neighbouring entries would be of one matrix each, and as different as matrices are. These are alike, so
+    that what most owners find of two vectors on their slices holds for whole vectors.
+    """
+    return [slice(place, None, members) for place in range(members)]
+
+
+def slice_length(length: int, cut: slice) -> int:
+    """How many of ``length`` entries a slice has."""
+    return len(range(length)[cut])
 
 
 def reduce_slice(parts: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
@@ -130,3 +132,17 @@ def majority_digest(digests: Mapping[str, bytes], of: int | None = None) -> byte
     """
     digest, votes = Counter(digests.values()).most_common(1)[0]
     return digest if 2 * votes > (len(digests) if of is None else of) else None
+
+
+def plausible_gram(gram: torch.Tensor) -> bool:
+    """Whether float64 [members, members] can be inner products of vectors: finite, symmetric, squares not negative."""
+    return bool(gram.isfinite().all()) and torch.equal(gram, gram.T) and not bool((gram.diagonal() < 0).any())
+
+
+def whole_gram(grams: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Inner products of whole vectors, float64 [members, members], from those that the owners of slices tell.
+
+    The median of what they tell of each pair, times their number: slices are alike, and owners who lie, as long as
+    they are fewer than half, move it no further than the honest owners' values lie apart.
+    """
+    return len(grams) * torch.stack(list(grams)).median(dim=0).values

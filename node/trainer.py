@@ -116,6 +116,7 @@ class Trainer:
             notify=membership.notify,
             on_stalled=self._stalled,
             hop_seconds=manifest.network.hop_timeout_seconds,
+            robust=manifest.training.aggregation == "robust",
             on_failed_round=telemetry.round_failed,
             alive=self._alive,
             check_present=self._check_present,

@@ -148,6 +148,11 @@ class TrainingSection(Section):
         le=1e6,
         description="Largest norm of a stage's averaged gradient; longer ones are scaled.",
     )
+    aggregation: Literal["robust", "mean"] = Field(
+        default="robust",
+        description="How replicas combine their gradients. robust: outliers count less, from 3 replicas on. mean:"
+        " exact, and at the mercy of each of them.",
+    )
     sequences_per_step: int = Field(
         default=32,
         ge=1,

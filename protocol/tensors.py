@@ -103,4 +103,6 @@ def decode_tensor(
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
+    if tensor.stride(-1) != 1:  # a slice of one entry is contiguous whatever its stride, and has no view as bytes
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.uint8).numpy().data

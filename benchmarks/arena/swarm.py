@@ -66,6 +66,8 @@ def manifest_of(run: Run | Group) -> Manifest:
                 "decay_steps": 2 * setting.steps,
                 "sequences_per_step": setting.microbatches * setting.sequences_per_microbatch,
                 "sequences_per_microbatch": setting.sequences_per_microbatch,
+                # What the checker does is measured here; benchmarks.robust measures what averaging withstands.
+                "aggregation": "mean",
             },
             "data": {"seed": run.seed},
             "verifier": {

@@ -10,7 +10,7 @@ import torch
 
 from node.averaging import Averager, Committed
 from node.butterfly import Contribution
-from node.rounds import slice_bounds
+from node.rounds import strides
 from protocol.errors import RefusedError, SentinelError
 from protocol.fields import decode, encode
 from protocol.messages import AggregateAnswer, Method, Part, RoundAnswer, RoundCommit, RoundJoin
@@ -60,6 +60,7 @@ class Sibling:
             notify=self.notify,
             on_stalled=self.stalled.append,
             hop_seconds=HOP_SECONDS,
+            robust=stage.robust,
         )
         self.averager.stand_at(0)
 
@@ -156,10 +157,10 @@ class Puppet:
         self, members: Sequence[str], gradient: torch.Tensor, attempt: int = 0
     ) -> dict[str, asyncio.Task[Response]]:
         """Send each other member its slice of ``gradient``."""
-        bounds = dict(zip(members, slice_bounds(LENGTH, len(members)), strict=True))
+        cuts = dict(zip(members, strides(len(members)), strict=True))
         message = Part(step=0, attempt=attempt, members=tuple(members), microbatches=1)
         return {
-            peer: self.stage.spawn(self.say(peer, Method.PART, message, gradient[bounds[peer][0] : bounds[peer][1]]))
+            peer: self.stage.spawn(self.say(peer, Method.PART, message, gradient[cuts[peer]]))
             for peer in members
             if peer != self.name
         }
@@ -175,7 +176,8 @@ class Puppet:
 class Stage:
     """The replicas of one stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, robust: bool = False) -> None:
+        self.robust = robust
         self.network = MemoryNetwork()
         self.roster: set[str] = set()
         self.guests: set[str] = set()

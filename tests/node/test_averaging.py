@@ -11,7 +11,7 @@ import torch
 
 from node import averaging
 from node.averaging import MAX_ATTEMPTS, Committed, Contribution, OutOfSyncError
-from node.rounds import aggregate_digest, slice_bounds
+from node.rounds import aggregate_digest, slice_length, strides
 from protocol.errors import LocalError, MessageError, RefusedError
 from protocol.fields import decode
 from protocol.messages import (
@@ -172,8 +172,7 @@ async def test_a_member_that_dies_costs_an_attempt_and_no_divergence(stage: Stag
     doomed = stage.puppet("c")
     members = ("a", "b", "c")
     sums = gradients(3)
-    low, high = slice_bounds(LENGTH, 3)[2]
-    doomed.slice = (sums[0] + sums[1] + sums[2])[low:high] / 3 if moment == "committing" else None
+    doomed.slice = (sums[0] + sums[1] + sums[2])[strides(3)[2]] / 3 if moment == "committing" else None
     running = [stage.spawn(one.run(sums[0])), stage.spawn(two.run(sums[1]))]
     await doomed.hears(RoundJoin)
     await doomed.join("ab", members)
@@ -196,8 +195,7 @@ async def test_a_commit_that_reached_only_one_sibling_is_fetched_by_the_other(st
     third = stage.puppet("c")
     members = ("a", "b", "c")
     sums = gradients(3)
-    low, high = slice_bounds(LENGTH, 3)[2]
-    third.slice = (sums[0] + sums[1] + sums[2])[low:high] / 3
+    third.slice = (sums[0] + sums[1] + sums[2])[strides(3)[2]] / 3
     running = [stage.spawn(one.run(sums[0])), stage.spawn(two.run(sums[1]))]
     await third.hears(RoundJoin)
     await third.join("ab", members)
@@ -423,8 +421,8 @@ async def test_opening_many_rounds_keeps_nobody_from_averaging(stage: Stage) -> 
     for attempt in range(MAX_ATTEMPTS * 2):
         for members in (("a", "x"), ("a", "b", "x"), ("a", "x", "y")):
             message = Part(step=1, attempt=attempt, members=members, microbatches=1)
-            low, high = slice_bounds(LENGTH, len(members))[0]
-            stage.spawn(flood.say("a", Method.PART, message, torch.zeros(high - low)))
+            length = slice_length(LENGTH, strides(len(members))[0])
+            stage.spawn(flood.say("a", Method.PART, message, torch.zeros(length)))
     await asyncio.sleep(0.1)
     for task in list(stage.tasks):
         if task.done() and isinstance(error := task.exception(), RefusedError):
@@ -542,8 +540,9 @@ async def test_an_answer_carries_the_reduced_slice(stage: Stage) -> None:
     (one,) = stage.siblings("a")
     other = stage.puppet("b")
     sums = gradients(2)
-    low, high = slice_bounds(LENGTH, 2)[1]
-    other.slice = ((sums[0] + sums[1]) / 2)[low:high]
+    mine, others = strides(2)
+    length = slice_length(LENGTH, mine)
+    other.slice = ((sums[0] + sums[1]) / 2)[others]
     running = stage.spawn(one.run(sums[0]))
     await other.hears(RoundJoin)
     await other.join("a", ("a", "b"))
@@ -551,6 +550,7 @@ async def test_an_answer_carries_the_reduced_slice(stage: Stage) -> None:
     commit = await other.hears(RoundCommit)
     await other.say("a", Method.ROUND_COMMIT, commit)
     committed = await running
-    got = decode_tensor(response.data, dtype="fp32", shape=(low,), expected_dtype=WireDtype.FP32, expected_shape=(low,))
-    assert torch.equal(got, committed.mean[:low])
+    shape = (length,)
+    got = decode_tensor(response.data, dtype="fp32", shape=shape, expected_dtype=WireDtype.FP32, expected_shape=shape)
+    assert torch.equal(got, committed.mean[mine])
     assert_mean([committed], sums, (1, 1))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +16,8 @@ from node.rounds import (
     next_attempt,
     reduce_slice,
     settle_members,
-    slice_bounds,
+    slice_length,
+    strides,
 )
 
 PEERS = "abcd"
@@ -76,12 +75,13 @@ def test_members_that_are_further_on_are_followed() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 40))
-def test_slices_tile_the_vector_and_differ_by_one_at_most(length: int, members: int) -> None:
-    bounds = slice_bounds(length, members)
-    assert len(bounds) == members and bounds[0][0] == 0 and bounds[-1][1] == length
-    assert all(one[1] == two[0] for one, two in itertools.pairwise(bounds))
-    sizes = [end - start for start, end in bounds]
-    assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 0
+def test_slices_share_the_vector_out_and_differ_by_one_at_most(length: int, members: int) -> None:
+    cuts = strides(members)
+    places = [place for cut in cuts for place in range(length)[cut]]
+    assert len(cuts) == members and sorted(places) == list(range(length))
+    sizes = [slice_length(length, cut) for cut in cuts]
+    assert sizes == [len(torch.zeros(length)[cut]) for cut in cuts]
+    assert max(sizes) - min(sizes) <= 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), min_size=1, max_size=6), st.integers(0, 40))
@@ -104,8 +104,8 @@ def test_slices_reduced_apart_make_the_same_bits_as_the_whole() -> None:
     generator = torch.Generator().manual_seed(1)
     parts = [torch.randn(101, generator=generator) for _ in range(3)]
     whole = reduce_slice(parts, [2, 3, 1])
-    pieces = [reduce_slice([part[start:end] for part in parts], [2, 3, 1]) for start, end in slice_bounds(101, 3)]
-    assert torch.equal(torch.cat(pieces), whole)
+    for cut in strides(3):
+        assert torch.equal(reduce_slice([part[cut] for part in parts], [2, 3, 1]), whole[cut])
 
 
 def test_a_member_without_microbatches_adds_nothing() -> None:

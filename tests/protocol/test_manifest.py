@@ -25,7 +25,7 @@ from protocol.packing import pack
 
 PEER = Identity(bytes(range(32))).peer_id
 DEFAULT = Manifest(name="attic")
-GOLDEN_SWARM_ID = "3a508c99078b122ab1a8c6912071db18e0e36cc8d0fbcf628a05f3c5c54b1359"
+GOLDEN_SWARM_ID = "1934a9031a9ae413b31b99bd65682514c95f58a7de9f8df269978340fde59fa6"
 
 names = st.text(min_size=1, max_size=64).filter(lambda name: name.isprintable() and name == name.strip())
 

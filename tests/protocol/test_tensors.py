@@ -99,6 +99,16 @@ def test_a_view_with_strides_is_encoded_in_the_order_of_its_values() -> None:
         assert joined(tensor, dtype) == joined(tensor.contiguous(), dtype)
 
 
+@pytest.mark.parametrize("dtype", list(WireDtype))
+@pytest.mark.parametrize("step", [1, 2, 7])
+def test_a_slice_of_one_entry_is_encoded_whatever_its_stride(dtype: WireDtype, step: int) -> None:
+    values = torch.arange(float(step + 1))[1::step][:1]
+    assert values.shape == (1,)
+    body = b"".join(encode_tensor(values, dtype))
+    decoded = decode_tensor(body, dtype=dtype.value, shape=(1,), expected_dtype=dtype, expected_shape=(1,))
+    assert decoded.tolist() == [1.0]
+
+
 def test_encoding_needs_no_detached_tensor() -> None:
     tensor = torch.ones(3, requires_grad=True)
     back = decoded(joined(tensor * 2, WireDtype.FP32), (3,), WireDtype.FP32)
