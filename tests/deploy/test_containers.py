@@ -28,6 +28,13 @@ SECRETS = re.compile(r"sentinel://|12D3KooW|password|secret_|token|api_?key", re
 INSTRUCTION = re.compile(r"^([A-Z]+) (.*)$", re.MULTILINE)
 
 
+def parse(name: str, arguments: list[str]) -> None:
+    """Read arguments as the command line does; raises what click raises. Below the group: a command remembers the
+    names of its help option from whoever asks first."""
+    with cli.make_context("sentinel", [name, *arguments]) as group:
+        cli.commands[name].make_context(name, list(arguments), parent=group)
+
+
 def environment_variables(command: click.Command = cli) -> set[str]:
     """Every environment variable that the command line reads."""
     found = {
@@ -161,8 +168,7 @@ def test_a_node_in_compose_may_drain(service: dict[str, Any]) -> None:
 @NODES
 def test_a_node_in_compose_is_started_as_the_command_line_allows(service: dict[str, Any]) -> None:
     name, *arguments = service["command"]
-    command = cli.commands[name]
-    command.make_context(name, [*arguments], obj=None)
+    parse(name, arguments)
     known = environment_variables()
     assert {variable for variable in service["environment"] if variable not in known} == set()
     assert "SENTINEL_INVITE_FILE" in service["environment"] and "SENTINEL_INVITE" not in service["environment"]
@@ -229,7 +235,7 @@ def test_the_unit_starts_the_node_again_only_where_that_may_help() -> None:
 def test_the_unit_knows_the_node() -> None:
     settings = unit()
     _, command, *arguments = settings["ExecStart"][0].split()
-    cli.commands[command].make_context(command, arguments)
+    parse(command, arguments)
     mine = set(re.findall(r"\bSENTINEL_\w+(?==)", "\n".join(settings["Environment"])))
     assert mine == {"SENTINEL_STATE_DIR", "SENTINEL_INVITE_FILE"} <= environment_variables()
     assert not SECRETS.search(settings["ExecStart"][0])
