@@ -222,6 +222,37 @@ def status(invite: str | None, invite_file: Path | None, as_json: bool, seconds:
 
 @cli.command()
 @click.argument("invite", required=False, envvar="SENTINEL_INVITE")
+@option("--http-host", envvar="SENTINEL_HTTP_HOST", default="127.0.0.1", help="Address for the page and the metrics.")
+@option(
+    "--http-port",
+    envvar="SENTINEL_HTTP_PORT",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="TCP port for the page and the metrics; 0 chooses a free one.",
+)
+@option("--interval", type=click.FloatRange(1, 3600), default=5.0, help="Seconds between rounds of questions.")
+@option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to log.")
+@option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="How much to log.")
+@invite_file_option("Take the invite from this file.")
+def observe(invite: str | None, invite_file: Path | None, **options: Any) -> None:
+    """Watch a whole swarm from outside: a live page, and metrics for Prometheus.
+
+    Asks all nodes how far they are and joins nothing, so it needs no GPU and little memory. Prints the address of the
+    page; /metrics and /status are there too. Ctrl-C ends it.
+
+    \b
+    Example:  sentinel observe "$INVITE" --http-port 9465
+    """
+    parsed = invited(invite, invite_file)
+    # Until the event loop has its own handler, the first process of a container would not even hear it.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    from node.observing.run import observe as run_observer
+
+    run_observer(parsed, **options)
+
+
+@cli.command()
+@click.argument("invite", required=False, envvar="SENTINEL_INVITE")
 @option(
     "--state-dir",
     envvar="SENTINEL_STATE_DIR",

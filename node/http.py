@@ -19,8 +19,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from node.metric_families import CONTENT_TYPE
-from node.metrics import Metrics
+from node.metric_families import CONTENT_TYPE, Families
 from node.page import asset, render_page
 from protocol.errors import PortInUseError, SettingsError
 
@@ -65,9 +64,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpServer:
-    """Serves one node. The callables are asked anew at each request and must not block."""
+    """Serves one node, or what observes a swarm. The callables are asked anew at each request and must not block."""
 
-    def __init__(self, metrics: Metrics, status: Status, ready: Check, alive: Check) -> None:
+    def __init__(self, metrics: Families, status: Status, ready: Check, alive: Check) -> None:
         self._metrics = metrics
         self._status = status
         self._ready = ready

@@ -69,7 +69,7 @@ class Families:
         self._describe(PREFIX + name, "histogram", text, "", labels)
         return Histogram(PREFIX + name, text, tuple(labels), registry=self.registry, buckets=buckets)
 
-    def _info(self, name: str, text: str, **labels: Values) -> Info:
+    def _info(self, name: str, text: str, /, **labels: Values) -> Info:
         self._describe(f"{PREFIX}{name}info", "gauge", text, "always 1", labels)
         return Info((PREFIX + name).rstrip("_"), text, registry=self.registry)
 
@@ -90,6 +90,22 @@ class Families:
         """All metrics in the Prometheus text format; see ``CONTENT_TYPE``."""
         # generate_latest asks its argument for nothing but collect().
         return generate_latest(cast(CollectorRegistry, _WithoutCreated(self.registry)))
+
+
+class Series:
+    """The series of a gauge whose set of labels changes: those that are gone disappear."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
+        self._labels: set[tuple[str, ...]] = set()
+
+    def replace(self, values: Mapping[tuple[str, ...], float]) -> None:
+        """Have exactly these series, by the values of the labels."""
+        for gone in self._labels - values.keys():
+            self._gauge.remove(*gone)
+        for labels, value in values.items():
+            self._gauge.labels(*labels).set(value)
+        self._labels = set(values)
 
 
 class _WithoutCreated:

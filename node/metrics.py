@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
-from node.metric_families import Families
+from node.metric_families import Families, Series
 from node.metric_words import (
     ACCUSATIONS,
     AUDIT_OUTCOMES,
@@ -223,8 +223,8 @@ class Metrics(Families):
             peer=PEERS,
             stage="that the peer held; empty if this node does not know",
         )
-        self._trust_series = _Series(self.trust)
-        self._ejected_series = _Series(self.ejected)
+        self._trust_series = Series(self.trust)
+        self._ejected_series = Series(self.ejected)
         self.flags = self._counter(
             "flags_total",
             "Tensors of peers that the statistics flagged, by direction and reason.",
@@ -353,21 +353,6 @@ class Metrics(Families):
         """The disk with the state folder has so many bytes, of which so many are free; NaN if it cannot be asked."""
         self.disk_free.set(free)
         self.disk_size.set(size)
-
-
-class _Series:
-    """The series of a gauge whose set of labels changes: those that are gone disappear."""
-
-    def __init__(self, gauge: Gauge) -> None:
-        self._gauge = gauge
-        self._labels: set[tuple[str, ...]] = set()
-
-    def replace(self, values: Mapping[tuple[str, ...], float]) -> None:
-        for gone in self._labels - values.keys():
-            self._gauge.remove(*gone)
-        for labels, value in values.items():
-            self._gauge.labels(*labels).set(value)
-        self._labels = set(values)
 
 
 def _version(package: str) -> str:

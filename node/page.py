@@ -18,15 +18,20 @@ MAX_CELL_CHARS: Final = 200
 _HEADLINES: Final = ("name", "state", "reason", "drill", "replicas", "events", "losses")
 """Fields of the status that have a place of their own on the page."""
 
+_OF_NODE: Final = {"mine": "What this node contributed", "by": "this node", "facts": "This node"}
+_OF_SWARM: Final = {"mine": "Which nodes answer", "by": "its neighbours", "facts": "The swarm"}
+"""What is said otherwise on the page of an observer."""
+
 _LIVE: Final = """<main id="live" hidden>
 <section aria-label="The swarm at a glance"><dl class="numbers" id="glance"></dl></section>
 <section aria-labelledby="pipeline-title"><h2 id="pipeline-title">Pipeline</h2><ol class="stages" id="stages"></ol>
-<p class="legend">Green: trusted by this node. Yellow: new, or not much seen. Red: suspect, quarantined or ejected.</p>
+<p class="legend">Green: trusted by {by}. Yellow: new, little seen, or silent.
+Red: suspect, quarantined, ejected or gone.</p>
 </section>
 <section aria-labelledby="loss-title"><h2 id="loss-title">Loss</h2><div id="curve"></div></section>
 <section aria-labelledby="checks-title"><h2 id="checks-title">Flagged, audited, ejected</h2>
 <div class="scroll" id="events"></div></section>
-<section aria-labelledby="mine-title"><h2 id="mine-title">What this node contributed</h2>
+<section aria-labelledby="mine-title"><h2 id="mine-title">{mine}</h2>
 <dl class="numbers" id="mine"></dl></section>
 </main>"""
 
@@ -35,7 +40,8 @@ _EVENT_COLUMNS: Final = ("time", "step", "kind", "stage", "peer", "text")
 
 
 def render_page(status: Mapping[str, Any], *, ready: bool) -> str:
-    """The whole page. ``status`` is what /status serves; missing fields are left out."""
+    """The whole page. ``status`` is what /status of a node or an observer serves; missing fields are left out."""
+    words = _OF_SWARM if status.get("observer") is True else _OF_NODE
     name = escape(_short(status.get("name") or "Sentinel Swarm"))
     state = escape(_short(status.get("state", "")))
     mark = ' class="ready"' if ready else ""
@@ -52,8 +58,8 @@ def render_page(status: Mapping[str, Any], *, ready: bool) -> str:
     if drill := status.get("drill"):
         what = _short(drill.get("attack", "") if isinstance(drill, Mapping) else drill)
         parts.append(f'<p class="drill">Drill: this node attacks the swarm on purpose ({escape(what)}).</p>')
-    parts += [_LIVE, '<div id="still">']
-    parts.append(_facts({key: value for key, value in status.items() if key not in _HEADLINES}))
+    parts += [_LIVE.format(**words), '<div id="still">']
+    parts.append(_facts(words["facts"], {key: value for key, value in status.items() if key not in _HEADLINES}))
     parts.append(_table("Replicas", _REPLICA_COLUMNS, [_replica(row) for row in _rows(status, "replicas")]))
     parts.append(_table("Events", _EVENT_COLUMNS, [_event(row) for row in _rows(status, "events")][::-1]))
     parts.append(
@@ -68,13 +74,13 @@ def asset(name: str) -> str:
     return (files("node") / "web" / name).read_text(encoding="utf-8")
 
 
-def _facts(facts: Mapping[str, Any]) -> str:
+def _facts(title: str, facts: Mapping[str, Any]) -> str:
     rows = [
         f"<tr><th>{escape(_short(key).replace('_', ' '))}</th><td>{escape(_short(value))}</td></tr>"
         for key, value in _flat(facts).items()
         if value not in (None, "")
     ]
-    return f"<h2>This node</h2><table>{''.join(rows)}</table>"
+    return f"<h2>{title}</h2><table>{''.join(rows)}</table>"
 
 
 def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:

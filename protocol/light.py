@@ -49,9 +49,9 @@ CLOSE_SECONDS = 0.2
 class LightSession:
     """One control stream to one node."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, *, reply_limit: int = MAX_REPLY_BYTES) -> None:
         self._stream = stream
-        self._reader = FrameReader(lambda kind, head: MAX_REPLY_BYTES)
+        self._reader = FrameReader(lambda kind, head: reply_limit)
         self._frames: list[Frame] = []
         self._next_id = 0
 
@@ -121,11 +121,15 @@ class LightSession:
             raise MessageError("the node's status is not an object")
         return status
 
+    async def signed_records(self) -> tuple[bytes, ...]:
+        """The records that the node knows, as they are: nothing in them is checked."""
+        frame = await self.request(Method.VIEW)
+        return fields.decode(Push, frame.head).records
+
     async def records(self, swarm: bytes) -> list[Record]:
         """The claims and accusations that the node knows, each checked here."""
-        frame = await self.request(Method.VIEW)
         records: list[Record] = []
-        for data in fields.decode(Push, frame.head).records:
+        for data in await self.signed_records():
             try:
                 records.append(parse_record(data, swarm=swarm, now=time.time()))
             except RecordError:
@@ -156,8 +160,7 @@ def run_light(
         CallTimeoutError: it took too long.
         SentinelError: as ``use`` raised it for the first that answered, when it succeeded for none.
     """
-    for name in ("libp2p", "libp2p.host", "multiaddr", "trio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    quiet_libraries()
 
     async def main() -> Result:
         with trio.move_on_after(seconds):
@@ -169,20 +172,31 @@ def run_light(
     return trio.run(main)
 
 
-async def _with_first(
-    use: Callable[[LightSession], Awaitable[Result]], addresses: Sequence[str], protocol: str
-) -> Result:
+def quiet_libraries() -> None:
+    """Keep the libraries from logging: whatever goes wrong in a dial reaches the caller as an error."""
+    for name in ("libp2p", "libp2p.host", "multiaddr", "trio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def light_host() -> Any:
+    """A libp2p host with a key of its own that listens nowhere; use it as ``async with host.run(listen_addrs=[])``."""
     key_pair = create_new_key_pair()
     noise = NoiseTransport(key_pair, noise_privkey=create_noise_key().private_key)
     # The library's default also offers plaintext; noise alone is spoken here.
-    host = new_host(key_pair=key_pair, sec_opt={NOISE_ID: noise}, muxer_preference="YAMUX")
+    return new_host(key_pair=key_pair, sec_opt={NOISE_ID: noise}, muxer_preference="YAMUX")
+
+
+async def _with_first(
+    use: Callable[[LightSession], Awaitable[Result]], addresses: Sequence[str], protocol: str
+) -> Result:
+    host = light_host()
     failures: list[str] = []
 
     async def dial(address: str, opened: trio.MemorySendChannel[Any]) -> None:
         try:
             info = info_from_p2p_addr(multiaddr.Multiaddr(address))
             await host.connect(info)
-            stream = await host.new_stream(info.peer_id, [protocol])  # type: ignore[list-item]
+            stream = await host.new_stream(info.peer_id, [protocol])
         except Exception as error:  # the library raises many unrelated types
             failures.append(f"nothing at {address.partition('/p2p/')[0]}" if _refused(error) else _short(error))
         else:

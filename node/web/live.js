@@ -65,14 +65,18 @@ function headline(status, answered) {
     return [word, document.createTextNode(` ${short(reason, 300)}`)];
   });
   const steps = status.steps > 0 ? `${number(status.step)} of ${number(status.steps)}` : number(status.step);
-  const peers = new Set(list(status.replicas).map((replica) => replica.peer)).size;
+  const peers = new Set(list(status.replicas).filter((replica) => replica.presence !== "gone").map((replica) => replica.peer)).size;
   show("glance", [
     ["step", steps], ["loss", number(status.loss, 3)], ["tokens per second", number(status.tokens_per_second)],
     ["nodes", number(peers)], ["retried / lost", `${number(status.microbatches_retried)} / ${number(status.microbatches_lost)}`],
   ], numbers);
   const mine = status.contribution || {};
   const where = status.coordinator ? "coordinates" : typeof status.stage === "number" ? `stage ${status.stage}` : "none yet";
-  show("mine", [
+  const nodes = status.nodes || {};
+  show("mine", status.observer ? [
+    ["answering", number(nodes.answering)], ["silent", number(nodes.silent)], ["gone", number(nodes.gone)],
+    ["not asked yet", number(nodes.unasked)], ["watching for", duration(status.uptime_seconds)],
+  ] : [
     ["microbatches", number(mine.microbatches)], ["tokens", number(mine.tokens)], ["steps", number(mine.steps)],
     ["its place", where], ["running for", duration(status.uptime_seconds)],
   ], numbers);
@@ -81,10 +85,19 @@ function headline(status, answered) {
 
 function looks(replica) {
   const standing = replica.standing || {};
+  if (replica.presence === "gone") return "bad";
+  if (replica.presence === "silent") return "fair";
   if (standing.state === "ejected" || standing.state === "quarantined" || replica.state === "ejected") return "bad";
   if (typeof standing.trust !== "number") return "";
   if (standing.state === "suspect" || standing.trust < 0.25) return "bad";
   return standing.trust < 0.6 ? "fair" : "good";
+}
+
+// An observer tells for how long a node has been silent or gone.
+function said(replica) {
+  const state = short(replica.state, 20);
+  const absent = replica.presence === "silent" || replica.presence === "gone";
+  return absent ? `${state} for ${duration(replica.for_seconds)}` : state;
 }
 
 function trusted(replica, me) {
@@ -100,7 +113,7 @@ function pipeline(status) {
   const shown = [];
   for (let stage = 0; stage < stages; stage += 1) {
     shown.push(replicas.filter((replica) => replica.stage === stage).map((replica) => ({
-      peer: short(replica.peer).slice(-8), label: short(replica.label, 40), state: short(replica.state, 20),
+      peer: short(replica.peer).slice(-8), label: short(replica.label, 40), state: said(replica),
       look: looks(replica), trust: trusted(replica, status.peer), me: replica.peer === status.peer,
     })));
   }
@@ -112,10 +125,10 @@ function pipeline(status) {
     const rows = element("ul", "replicas");
     for (const replica of here) {
       const row = element("li", `replica ${replica.look} ${replica.me ? "me" : ""}`, replica.label || replica.peer);
-      const said = [replica.state, replica.trust].filter(Boolean).join(" · ");
-      row.append(element("span", "said", ` ${said}`));
-      row.title = `${replica.peer} ${said}`;
-      if (many) row.setAttribute("aria-label", `${replica.label || replica.peer}: ${said}`);
+      const words = [replica.state, replica.trust].filter(Boolean).join(" · ");
+      row.append(element("span", "said", ` ${words}`));
+      row.title = `${replica.peer} ${words}`;
+      if (many) row.setAttribute("aria-label", `${replica.label || replica.peer}: ${words}`);
       rows.append(row);
     }
     column.append(rows);
@@ -166,7 +179,7 @@ function clock(seconds) {
 function events(status) {
   const told = list(status.events).filter((event) => event && CHECKS.has(event.kind)).slice(-SHOWN_EVENTS).reverse();
   show("events", told, () => {
-    if (!told.length) return [element("p", "legend", "Nobody was flagged, audited or ejected so far, as this node saw it.")];
+    if (!told.length) return [element("p", "legend", "Nobody was flagged, audited or ejected so far, as far as is seen from here.")];
     const table = element("table", "events");
     const head = element("tr");
     for (const name of ["time", "step", "what", "whom", "why"]) head.append(element("th", "", name));
