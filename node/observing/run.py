@@ -53,7 +53,8 @@ class Observer:
         self.metrics.update(self.picture, self.counts, now)
         self.status = tell(self.picture, now, started=self._started)
         self._published = now
-        self._say()
+        if self.picture.rounds:
+            self._say()
 
     def _say(self) -> None:
         """Log what has changed, and nothing that only counts on."""

@@ -42,6 +42,7 @@ def tell(picture: Picture, now: float, *, started: float) -> dict[str, Any]:
         "microbatches_retried": sum(report.counts.get("microbatches_retried", 0) for report in trained),
         "microbatches_lost": sum(report.counts.get("microbatches_lost", 0) for report in trained),
         "nodes": numbers(picture),
+        "rounds": picture.rounds,
         "uptime_seconds": now - started,
         "replicas": [_replica(seen, standings.get(seen.peer), now) for seen in picture.shown() if seen.claim],
         "events": [asdict(event) for event in picture.events()[-MAX_EVENTS:]],

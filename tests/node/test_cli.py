@@ -50,6 +50,7 @@ OPTIONS = {
         "--invite-file",
     },
     "status": {"--json", "--timeout", "--invite-file"},
+    "observe": {"--http-host", "--http-port", "--interval", "--log-format", "--log-level", "--invite-file"},
     "doctor": {
         *("--state-dir", "--host", "--port", "--http-host", "--http-port", "--device", "--timeout", "--json"),
         "--invite-file",
@@ -155,6 +156,10 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--no-drill", "--drill", "random:1"], "contradict"),
         (["demo", "--json", "no/such/folder/result.json"], "does not exist"),
         (["status", INVITE, "--timeout", "0"], "--timeout"),
+        (["observe", INVITE, "--interval", "0.5"], "--interval"),
+        (["observe", INVITE, "--http-port", "70000"], "--http-port"),
+        (["observe", INVITE, "--log-level", "loud"], "--log-level"),
+        (["observe", INVITE, "--bogus"], "No such option"),
         (["init", "no/such/folder/swarm.toml"], "cannot write no/such/folder/swarm.toml: No such file or directory"),
         (["init", "--heads", "3"], "heads"),
         (["init", "--layers", "2", "--stages", "3"], "layers_per_stage"),
@@ -173,7 +178,7 @@ def test_a_wrong_argument_gets_one_line(arguments: list[str], says: str, capsys:
     assert list(Path.cwd().iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["join", "status"])
+@pytest.mark.parametrize("command", ["join", "status", "observe"])
 @pytest.mark.parametrize(
     ("invite", "says"),
     [
