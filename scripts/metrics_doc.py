@@ -1,4 +1,4 @@
-"""Makes ``docs/metrics.md`` from the metrics that a node defines: ``python -m scripts.metrics_doc``.
+"""Makes ``docs/metrics.md`` from the metrics that a node and an observer define: ``python -m scripts.metrics_doc``.
 
 With ``--check`` it writes nothing, and fails if the document is out of date.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from node import metric_words
 from node.metric_families import Described, Values
 from node.metrics import Metrics
+from node.observing.metrics import SwarmMetrics
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 COMMAND = "python -m scripts.metrics_doc"
@@ -41,6 +42,8 @@ otherwise ([how to scrape, alert and look](operating.md)). This page is made fro
 - Counters with one label have all their series from the start; the others appear with the first event.
 - A coordinator has the same metrics. It trains nothing: its step and loss are what most nodes say, and those of the
   checker stay at 0.
+- An [observer](observe.md) has those of the process and its own, which begin with `sentinel_swarm_`. What a node
+  *tells* there may be a lie; what is signed, or was seen by the observer itself, is said to be so.
 """
 
 
@@ -62,6 +65,8 @@ def main() -> int:
 def document() -> str:
     """The whole page."""
     families = Metrics().described
+    known = {family.name for family in families}
+    families += [family for family in SwarmMetrics().described if family.name not in known]
     parts = [HEAD]
     for section in dict.fromkeys(family.section for family in families):
         parts.append(f"## {section}\n\n| metric | type | unit | meaning |\n|---|---|---|---|")

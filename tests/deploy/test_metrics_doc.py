@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from node.metric_families import Families
 from node.metrics import Metrics
+from node.observing.metrics import SwarmMetrics
 from scripts import metrics_doc
 
 
@@ -33,10 +35,11 @@ def test_a_document_that_is_out_of_date_is_told_of(
     assert metrics_doc.COMMAND in capsys.readouterr().err
 
 
-def test_every_metric_that_a_node_shows_is_in_it() -> None:
+@pytest.mark.parametrize(("shown", "least"), [(Metrics, 50), (SwarmMetrics, 25)])
+def test_every_metric_that_is_shown_is_in_it(shown: type[Families], least: int) -> None:
     text = metrics_doc.document()
-    families = list(text_string_to_metric_families(Metrics().render().decode()))
-    assert len(families) > 50
+    families = list(text_string_to_metric_families(shown().render().decode()))
+    assert len(families) > least
     for family in families:
         name = family.name + "_total" * (family.type == "counter")
         assert f"| `{name}` | {family.type} |" in text

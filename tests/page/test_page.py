@@ -127,6 +127,32 @@ async def test_it_follows_what_happens(site: Site, browser: Browser) -> None:
     assert browser.complaints == []
 
 
+async def test_of_an_observer_it_shows_who_is_silent_or_gone(site: Site, browser: Browser) -> None:
+    site.status |= {"observer": True, "peer": "", "nodes": {"answering": 7, "silent": 1, "gone": 1, "unasked": 0}}
+    for one in site.status["replicas"]:
+        one |= {"presence": "answering", "for_seconds": 300}
+    site.status["replicas"][1] |= {"state": "silent", "presence": "silent", "for_seconds": 12}
+    site.status["replicas"][2] |= {"state": "gone", "presence": "gone", "for_seconds": 130}
+    await browser.open(site.url)
+    await browser.until("document.querySelectorAll('.replica').length === 9")
+    text = await browser.text()
+    for shown in (
+        "Which nodes answer",
+        "trusted by its neighbours",
+        "silent for 12 s",
+        "gone for 2 min",
+        "watching for",
+    ):
+        assert shown in text, text
+    assert "What this node contributed" not in text and "this node" not in text
+    assert await browser.run("document.querySelector('.replica.bad').innerText.includes('gone')")
+    assert await browser.run("document.querySelector('.replica.fair').innerText.includes('silent')")
+    assert await browser.run("document.querySelectorAll('.replica.good').length") == 7
+    assert await browser.run("[...document.querySelectorAll('#glance dd')].map(one => one.innerText).includes('8')")
+    assert browser.complaints == []
+    await picture(browser, "observer")
+
+
 async def test_it_says_when_the_node_does_not_answer_and_goes_on_when_it_does(browser: Browser) -> None:
     made = status_of()
     servers = [HttpServer(Metrics(), lambda: made, lambda: (True, ""), lambda: (True, "")) for _ in range(2)]
