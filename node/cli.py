@@ -232,7 +232,9 @@ def status(invite: str | None, invite_file: Path | None, as_json: bool, seconds:
 )
 @option("--interval", type=click.FloatRange(1, 3600), default=5.0, help="Seconds between rounds of questions.")
 @option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to log.")
-@option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="How much to log.")
+@option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="How much to log."
+)
 @invite_file_option("Take the invite from this file.")
 def observe(invite: str | None, invite_file: Path | None, **options: Any) -> None:
     """Watch a whole swarm from outside: a live page, and metrics for Prometheus.

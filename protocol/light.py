@@ -96,7 +96,7 @@ class LightSession:
         """Make one request and return the answering frame.
 
         Raises:
-            RemoteError: the node refuses.
+            RemoteError: the node refuses, or answers something else.
         """
         request_id = self._next_id
         self._next_id += 1
@@ -106,7 +106,9 @@ class LightSession:
             frame = await self.receive()
             if frame.kind is FrameKind.ERROR:
                 raise _error(frame)
-            if frame.kind is FrameKind.REPLY and frame.head.get("id") == request_id:
+            if frame.kind is FrameKind.REPLY:
+                if frame.head.get("id") != request_id:  # one is asked after another, so there is no other to answer
+                    raise MessageError("the node answers what it was not asked")
                 return frame
 
     async def status(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ WITHOUT_TORCH = {
         *("protocol.records", "protocol.framing", "protocol.messages"),
     ),
     "verifier": ("verifier.verdicts", "verifier.ledger", "verifier.quorum", "verifier.config"),
-    "node": ("node.metrics", "node.http", "node.log", "node.state_folder", "node.cli"),
+    "node": ("node.metrics", "node.http", "node.log", "node.state_folder", "node.cli", "node.observing.run"),
 }
 HEAVY = ("torch", "hivemind", "libp2p", "transformers", "pyarrow")
 

@@ -21,7 +21,7 @@ from libp2p.peer.id import ID
 from node.observing.counts import Counts
 from node.observing.picture import Picture, Seen
 from node.observing.reports import Report, read_outline, read_report
-from protocol.errors import PeerUnreachableError, SentinelError
+from protocol.errors import PeerUnreachableError, RemoteError, SentinelError
 from protocol.invite import parse_multiaddr
 from protocol.light import LightSession, light_host
 from protocol.messages import CONTROL_PROTOCOL, Method
@@ -98,11 +98,14 @@ class Asker:
         self, session: LightSession, seen: Seen, picture: Picture, views: list[Sequence[bytes]] | None
     ) -> Report:
         report = read_report(await session.status())
-        if picture.outline is None:
-            frame = await session.request(Method.MANIFEST)
-            picture.know(read_outline(bytes(frame.body), self._swarm))
-        if views is not None:
-            views.append(await session.signed_records())
+        # Whoever tells its status answers, also if it refuses the rest; a newcomer has no manifest yet.
+        with suppress(RemoteError):
+            if picture.outline is None:
+                frame = await session.request(Method.MANIFEST)
+                picture.know(read_outline(bytes(frame.body), self._swarm))
+        with suppress(RemoteError):
+            if views is not None:
+                views.append(await session.signed_records())
         self._sessions[seen.peer] = session
         self._sessions.move_to_end(seen.peer)
         if len(self._sessions) > MAX_SESSIONS:
