@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, zip_longest
 from typing import Final
@@ -248,6 +248,9 @@ class Picture:
             self.loss = middle(losses)
         for seen, report in trained:
             self.curve.add(seen.peer, report.losses, step=self.step)
+        for seen, report in tellers:
+            if report.losses:  # those of a thousand nodes would be megabytes
+                seen.report = replace(report, losses=())
         self.curve.close(step=self.step)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from sys import intern
 from typing import Any, Final
 
 from protocol.errors import MessageError
@@ -22,7 +23,7 @@ MAX_EVENTS: Final = 10
 MAX_REPLICAS: Final = 256
 """Looked at in one status; as many as an honest one holds."""
 
-MAX_STANDINGS: Final = 64
+MAX_STANDINGS: Final = 32
 """Kept of them: those about which the teller has an opinion."""
 
 MAX_TEXT_CHARS: Final = 120
@@ -176,7 +177,7 @@ def _standing(entry: object) -> tuple[str, tuple[str, float]] | None:
         return None
     if state == PeerState.PROBATION and trust == STRANGER_TRUST:  # what every node says of peers it knows nothing of
         return None
-    return peer, (state, trust)
+    return intern(peer), (intern(state), trust)  # told by many, kept once
 
 
 def _event(entry: object) -> ToldEvent | None:
@@ -189,8 +190,8 @@ def _event(entry: object) -> ToldEvent | None:
     return ToldEvent(
         time=time,
         step=step,
-        kind=kind,
-        peer=peer if isinstance(peer, str) and is_peer_id(peer) else "",
+        kind=intern(kind),
+        peer=intern(peer) if isinstance(peer, str) and is_peer_id(peer) else "",
         stage=whole(entry.get("stage"), MAX_STAGE),
         text=plain(entry.get("text")),
     )
