@@ -293,7 +293,8 @@ def _core(ties: Matrix, size: int) -> list[int]:
 def _improved(ties: Matrix, chosen: set[int]) -> list[int]:
     """A set of members that no exchange of one for another improves, or that has been through many exchanges."""
     members = range(len(ties))
-    for _ in members:
+    exchanges = len(ties)
+    while True:
         sums = [math.fsum(ties[i][j] for j in chosen if j != i) for i in members]
         swaps = [
             (sums[new] - ties[new][old] - sums[old], old, new)
@@ -302,10 +303,10 @@ def _improved(ties: Matrix, chosen: set[int]) -> list[int]:
             if new not in chosen
         ]
         gain, old, new = max(swaps, default=(0.0, 0, 0))
-        if gain <= _ROUNDING:
-            break
+        if gain <= _ROUNDING or exchanges == 0:
+            return sorted(chosen)
+        exchanges -= 1
         chosen = (chosen - {old}) | {new}
-    return sorted(chosen)
 
 
 def _voices(cosines: Matrix, core: Sequence[int]) -> list[float]:
