@@ -202,9 +202,11 @@ class Membership:
         return [peer for peer, ok in zip(targets, taken, strict=True) if ok]
 
     async def introduce(self, peer: str) -> bool:
-        """Show this node's claim to a peer that does not know it."""
-        mine = self.view.signed.get(self.me)
-        return mine is not None and bool(await self.push([mine], [peer]))
+        """Show this node's claim to a peer that does not know it.
+
+        With a new number: the peer may have found this node gone, as after a freeze, and has buried the one it knew.
+        """
+        return self._claim is not None and bool(await self.push([self._sign_and_merge()], [peer]))
 
     async def announce(self) -> None:
         """Show this node's claim to everyone who has one, and wait until they took it or turned out gone."""

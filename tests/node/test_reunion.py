@@ -192,3 +192,12 @@ def test_addresses_are_sorted_by_peer_and_unreadable_ones_left_out() -> None:
         f"/ip4/10.0.0.1/tcp/1/p2p/{one}",
     ]
     assert by_peer(addresses) == [(one, (addresses[0], addresses[3])), (other, (addresses[2],))]
+
+
+async def test_whoever_was_taken_for_dead_is_known_again_as_soon_as_it_shows_itself(group: Group) -> None:
+    """As a node that was frozen until others had found it gone: the claim that they knew is buried with it."""
+    one, other, _ = await group.start("001")
+    other.membership.view.mark_gone(one.peer)
+    assert one.peer not in other.knows()
+    assert await one.membership.introduce(other.peer)
+    assert one.peer in other.knows()
