@@ -125,7 +125,7 @@ class Butterfly:
                 members[index],
                 Method.PART,
                 message,
-                encode_tensor(gradient[cuts[index]].contiguous(), WireDtype.FP32),
+                encode_tensor(gradient[cuts[index]], WireDtype.FP32),
                 timeout=3 * self._hop_seconds,
                 reply_limit=4 * length,
             )

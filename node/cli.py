@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from node.cli_options import invite_file_option, invited, node_options, option
+from node.cli_options import device_option, invite_file_option, invited, node_options, option, state_option
 from node.drill_names import CONDUCT_ATTACKS, TENSOR_ATTACKS
 from node.version import VERSION
 from protocol.errors import ManifestError, PreflightError, SentinelError, UsageError
@@ -142,7 +142,7 @@ def coordinate(path: Path, **options: Any) -> None:
     show_default=False,
     help="Claim this stage [default: the one that needs a node most].",
 )
-@option("--device", envvar="SENTINEL_DEVICE", default="auto", help="auto, cpu, cuda or cuda:N.")
+@device_option
 @option(
     "--threads",
     envvar="SENTINEL_THREADS",
@@ -185,6 +185,15 @@ def join(invite: str | None, invite_file: Path | None, **options: Any) -> None:
     _run_node(invite=parsed, **options)
 
 
+def _hear_sigterm() -> None:
+    """End at once on SIGTERM, until the event loop has its own handler.
+
+    Until then the first process of a container would not even hear it, for which the kernel wants a handler; there is
+    nothing to undo yet.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+
 def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **options: Any) -> None:
     from node.settings import NodeSettings
     from node.state_folder import StateFolder
@@ -193,9 +202,7 @@ def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **opti
     settings = NodeSettings(state_dir=StateFolder.resolve(state_dir), **options)
     with StateFolder(settings.state_dir) as folder:
         identity = Identity.load_or_create(folder.identity_path)
-        # The node's own handler comes with its event loop. Until then SIGTERM would not even be heard by the first
-        # process of a container, for which the kernel wants a handler; there is nothing to undo yet.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        _hear_sigterm()
         # This takes in torch and hivemind: seconds, for which no mistake above need wait.
         from node.run import run_node
 
@@ -246,8 +253,7 @@ def observe(invite: str | None, invite_file: Path | None, **options: Any) -> Non
     Example:  sentinel observe "$INVITE" --http-port 9465
     """
     parsed = invited(invite, invite_file)
-    # Until the event loop has its own handler, the first process of a container would not even hear it.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    _hear_sigterm()
     from node.observing.run import observe as run_observer
 
     run_observer(parsed, **options)
@@ -255,13 +261,7 @@ def observe(invite: str | None, invite_file: Path | None, **options: Any) -> Non
 
 @cli.command()
 @click.argument("invite", required=False, envvar="SENTINEL_INVITE")
-@option(
-    "--state-dir",
-    envvar="SENTINEL_STATE_DIR",
-    type=click.Path(path_type=Path),
-    show_default=False,
-    help="Folder for identity and state [default: the platform's data folder].",
-)
+@state_option
 @option("--host", envvar="SENTINEL_HOST", default="0.0.0.0", help="Address that the node would listen on.")
 @option(
     "--port", envvar="SENTINEL_PORT", type=click.IntRange(0, 65535), default=0, help="TCP port for peers; 0 for any."
@@ -274,7 +274,7 @@ def observe(invite: str | None, invite_file: Path | None, **options: Any) -> Non
     default=0,
     help="TCP port for metrics and status; 0 for any.",
 )
-@option("--device", envvar="SENTINEL_DEVICE", default="auto", help="auto, cpu, cuda or cuda:N.")
+@device_option
 @option("--timeout", "seconds", type=click.FloatRange(0.1, 600), default=20.0, help="Seconds for the swarm's answers.")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 @invite_file_option("Take the invite from this file.")
@@ -349,18 +349,8 @@ def identity() -> None:
     """
 
 
-def _state_option(command: Any) -> Any:
-    return option(
-        "--state-dir",
-        envvar="SENTINEL_STATE_DIR",
-        type=click.Path(path_type=Path),
-        show_default=False,
-        help="Folder for identity and state [default: the platform's data folder].",
-    )(command)
-
-
 @identity.command("show")
-@_state_option
+@state_option
 def identity_show(state_dir: Path | None) -> None:
     """Print the peer id and where its key is.
 
@@ -376,7 +366,7 @@ def identity_show(state_dir: Path | None) -> None:
 
 @identity.command("export")
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
-@_state_option
+@state_option
 def identity_export(path: Path, state_dir: Path | None) -> None:
     """Copy the key to a file that only you can read. Whoever has it is this node.
 
@@ -393,7 +383,7 @@ def identity_export(path: Path, state_dir: Path | None) -> None:
 
 @identity.command("import")
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False, exists=True))
-@_state_option
+@state_option
 def identity_import(path: Path, state_dir: Path | None) -> None:
     """Use an exported key on this machine; refuses to replace one.
 

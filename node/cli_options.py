@@ -20,17 +20,21 @@ def option(*names: str, **keywords: Any) -> Callable[[Any], Any]:
     return click.option(*names, show_default=keywords.pop("show_default", True), **keywords)
 
 
+state_option = option(
+    "--state-dir",
+    envvar="SENTINEL_STATE_DIR",
+    type=click.Path(path_type=Path),
+    show_default=False,
+    help="Folder for identity and state [default: the platform's data folder].",
+)
+device_option = option("--device", envvar="SENTINEL_DEVICE", default="auto", help="auto, cpu, cuda or cuda:N.")
+
+
 def node_options(command: Any) -> Any:
     """Options that every long-running node takes."""
     for add in reversed(
         (
-            option(
-                "--state-dir",
-                envvar="SENTINEL_STATE_DIR",
-                type=click.Path(path_type=Path),
-                show_default=False,
-                help="Folder for identity and state [default: the platform's data folder].",
-            ),
+            state_option,
             option("--host", envvar="SENTINEL_HOST", default="0.0.0.0", help="Address to listen on for peers."),
             option(
                 "--port",

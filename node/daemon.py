@@ -36,7 +36,7 @@ from node.network import Network, P2PNetwork
 from node.pipeline import Pipeline
 from node.reunion import Reunion, by_peer
 from node.sampling import sample_disk_for_ever, sample_for_ever
-from node.settings import NodeSettings
+from node.settings import MAX_CLOCK_OFFSET_SECONDS, NodeSettings
 from node.stage_data import StageData
 from node.state_folder import StateFolder
 from node.status import build_status
@@ -69,8 +69,6 @@ DRAIN_SECONDS = 25.0
 FINISH_SECONDS = 5.0
 """Of those, for microbatches that are under way when the node is told to leave."""
 FAREWELL_SECONDS = 3.0
-MAX_CLOCK_OFFSET_SECONDS = 3.0
-"""hivemind refuses DHT peers whose clock is further away than this."""
 PROGRESS_SECONDS = 15.0
 """Between two lines of the log that say how far training is."""
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from protocol.errors import RefusedError
+from protocol.errors import AddressError, RefusedError
 from protocol.fields import decode, encode
+from protocol.invite import parse_multiaddr
 from protocol.messages import DialBack, DialBackAnswer
 from protocol.transports.base import Request, Response
 
@@ -28,14 +28,12 @@ TOKEN_BYTES = 16
 
 
 def ip_of(multiaddr: str) -> str | None:
-    """The IP address at the beginning of a multiaddr; None if there is none, or if it is that of a relay."""
-    parts = multiaddr.split("/")
-    if "p2p-circuit" in parts or len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
-        return None
+    """The IP address of a multiaddr; None if there is none, or if it is that of a relay."""
     try:
-        return str(ipaddress.ip_address(parts[2]))
-    except ValueError:
+        place = parse_multiaddr(multiaddr, need_peer=False)
+    except AddressError:
         return None
+    return place.host if place.host_protocol in ("ip4", "ip6") else None
 
 
 class DialBacks:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from node.dialback import TOKEN_BYTES
 from node.doctor import LEAST_MEMORY_BYTES, Plan, available_bytes
 from node.findings import Finding, bad, good, note
+from node.settings import MAX_CLOCK_OFFSET_SECONDS
 from protocol import fields
 from protocol.errors import RemoteError, SentinelError
 from protocol.invite import Invite, parse_multiaddr
@@ -24,8 +25,7 @@ from protocol.records import Claim, NodeState
 if TYPE_CHECKING:
     from protocol.light import LightSession
 
-MAX_CLOCK_OFFSET_SECONDS, GOOD_CLOCK_OFFSET_SECONDS = 3.0, 1.0
-"""hivemind refuses DHT peers whose clock is further away than the first."""
+GOOD_CLOCK_OFFSET_SECONDS = 1.0
 SLOW_SECONDS = 0.5
 DIALLED = 12
 """Nodes that are dialled, to see how many can be."""

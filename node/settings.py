@@ -11,6 +11,9 @@ from protocol.invite import Invite, parse_multiaddr
 from protocol.manifest import Manifest
 from protocol.records import MAX_LABEL_CHARS
 
+MAX_CLOCK_OFFSET_SECONDS = 3.0
+"""hivemind refuses DHT peers whose clock is further away than this."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
