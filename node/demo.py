@@ -236,6 +236,8 @@ class Demo:
     async def _pause(self, workers: list[Child]) -> None:
         """Until the next look, or until some process ends."""
         waits = [asyncio.ensure_future(child.process.wait()) for child in workers if child.running]
+        if not waits:  # the last ones ended while they were asked for their status
+            return
         _, pending = await asyncio.wait(waits, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         for wait in pending:
             wait.cancel()
