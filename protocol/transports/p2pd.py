@@ -96,6 +96,8 @@ class Daemon:
             raise
 
     async def _launch(self, port: int) -> None:
+        # Each dial from a port of its own. From the listening port, two nodes that dial each other in the same moment
+        # would share one TCP connection on which both begin to speak, fail, and wait for seconds (docs/decisions/0023).
         options = self._options
         protocol = "ip6" if ":" in options.host else "ip4"
         flag = "1" if options.reach else "0"
@@ -118,7 +120,7 @@ class Daemon:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "GOLOG_LOG_LEVEL": "error"},
+            env={**os.environ, "GOLOG_LOG_LEVEL": "error", "LIBP2P_TCP_REUSEPORT": "false"},
             preexec_fn=die_with_parent,
             start_new_session=True,
         )

@@ -102,6 +102,23 @@ async def test_a_daemon_that_does_not_come_up_in_time_is_ended(tmp_path: Path) -
     assert daemon.pid is None and not Path(daemon.folder).exists()
 
 
+async def test_a_dial_comes_from_a_port_of_its_own(p2p_peers: P2PPeers) -> None:
+    # From the listening port, two dials in one moment would be one connection on which both sides begin to speak.
+    one, two = await p2p_peers.pair()
+    from_: list[str] = []
+
+    async def note(request: Request) -> Response:
+        from_.append(request.address)
+        return Response()
+
+    serve(two, Method.VIEW, note)
+    await one.call(two.peer_id, Method.VIEW, Empty(), timeout=PATIENCE)
+    (listening,) = await p2p_peers.daemons[one.peer_id].addresses()
+    (address,) = from_
+    assert address.startswith("/ip4/127.0.0.1/tcp/")
+    assert address.split("/")[4] != listening.split("/")[4]
+
+
 async def test_stopping_a_daemon_is_no_exit_to_report(p2p_peers: P2PPeers) -> None:
     await p2p_peers.peer()
     for daemon in p2p_peers.daemons.values():
