@@ -143,6 +143,7 @@ class Averager:
             notify=notify,
             check_round=self._check_round,
             is_sibling=is_sibling,
+            siblings=siblings,
             hop_seconds=hop_seconds,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVarTuple
 
@@ -72,10 +72,12 @@ class Butterfly:
         notify: Callable[[], None],
         check_round: Callable[[int, int], None],
         is_sibling: Callable[[str], bool],
+        siblings: Callable[[int], list[str]],
         hop_seconds: float,
     ) -> None:
         """``robust``: use the rule that fits the number of members, else always the mean.
-        ``check_round(step, attempt)`` raises for rounds that must not be prepared."""
+        ``check_round(step, attempt)`` raises for rounds that must not be prepared. ``siblings(step)`` lists the live
+        ones that take part in a step; nobody is waited for who is one no longer."""
         self._me = me
         self._transport = transport
         self._length = length
@@ -83,6 +85,7 @@ class Butterfly:
         self._wait_until = wait_until
         self._notify = notify
         self._check_round = check_round
+        self._siblings = siblings
         self._hop_seconds = hop_seconds
         self._gatherings: dict[RoundKey, Gathering] = {}
         body_limit = 4 * (length + 1)
@@ -135,10 +138,13 @@ class Butterfly:
                 self._transport.observer.remote_error(members[index], error)
                 raise
 
-        results = await asyncio.gather(*map(trade, range(len(members))), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        trades = [asyncio.ensure_future(trade(index)) for index in range(len(members))]
+        try:
+            await asyncio.gather(*trades)
+        finally:
+            for task in trades:
+                task.cancel()  # where one has failed the attempt has, whatever the others answer
+            await asyncio.gather(*trades, return_exceptions=True)
         return aggregate
 
     # the slice that this node owns ---------------------------------------------------
@@ -166,11 +172,9 @@ class Butterfly:
 
     async def _reduce(self, key: RoundKey, gathering: Gathering) -> torch.Tensor:
         members = key[2]
-        complete = await self._wait_until(
-            lambda: all(member in gathering.parts for member in members), self._hop_seconds
-        )
-        if not complete:
-            missing = [peer[-8:] for peer in members if peer not in gathering.parts]
+        await self._all_told(key, gathering.parts)
+        missing = [peer[-8:] for peer in members if peer not in gathering.parts]
+        if missing:
             raise RefusedError(f"no part came from {', '.join(missing)}", kind="incomplete")
         parts, counts = zip(*(gathering.parts[member] for member in members), strict=True)
         active = [index for index, count in enumerate(counts) if count > 0]
@@ -182,11 +186,23 @@ class Butterfly:
         self._notify()
         await asyncio.gather(
             self._tell_gram(key, gathering.grams[self._me]),
-            self._wait_until(lambda: all(member in gathering.grams for member in members), self._hop_seconds),
+            self._all_told(key, gathering.grams),
         )
         gram = self._whole_gram(members, gathering)[active][:, active]
         shares = coefficients(gram, capped_weights([counts[index] for index in active]))
         return await _computed(self._length, combine, means[active], shares)
+
+    async def _all_told(self, key: RoundKey, told: Mapping[str, object]) -> None:
+        """Wait until every member is in ``told``, or one that is not turns out to be gone, or the time is up."""
+        step, _, members = key
+        # Those whom this node alone has lost, and the others have not, may still be heard of.
+        there = set(self._siblings(step))
+
+        def over() -> bool:
+            missing = [member for member in members if member not in told]
+            return not missing or not there.intersection(missing).issubset(self._siblings(step))
+
+        await self._wait_until(over, self._hop_seconds)
 
     async def _tell_gram(self, key: RoundKey, gram: torch.Tensor) -> None:
         step, attempt, members = key

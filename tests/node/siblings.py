@@ -13,7 +13,7 @@ from node.butterfly import Contribution
 from node.rounds import strides
 from protocol.errors import RefusedError, SentinelError
 from protocol.fields import decode, encode
-from protocol.messages import AggregateAnswer, Method, Part, RoundAnswer, RoundCommit, RoundJoin
+from protocol.messages import AggregateAnswer, Gram, Method, Part, RoundAnswer, RoundCommit, RoundJoin
 from protocol.tensors import WireDtype, encode_tensor
 from protocol.transports.base import Observer, Request, Response, Route
 from protocol.transports.memory import MemoryNetwork, MemoryTransport
@@ -59,7 +59,7 @@ class Sibling:
             wait_until=self.wait_until,
             notify=self.notify,
             on_stalled=self.stalled.append,
-            hop_seconds=HOP_SECONDS,
+            hop_seconds=stage.hop_seconds,
             robust=stage.robust,
         )
         self.averager.stand_at(0)
@@ -109,7 +109,12 @@ class Puppet:
         self.transport.serve(Method.ROUND_JOIN, Route(handler=self._join))
         self.transport.serve(Method.ROUND_COMMIT, Route(handler=self._commit))
         self.transport.serve(Method.PART, Route(handler=self._part, body_limit=1 << 20))
+        self.transport.serve(Method.GRAM, Route(handler=self._gram, body_limit=1 << 16))
         self.transport.serve(Method.AGGREGATE, Route(handler=self._aggregate))
+
+    async def _gram(self, request: Request) -> Response:
+        self.heard.put_nowait((request.peer, decode(Gram, request.head)))
+        return Response()
 
     async def _join(self, request: Request) -> Response:
         message = decode(RoundJoin, request.head)
@@ -176,8 +181,9 @@ class Puppet:
 class Stage:
     """The replicas of one stage."""
 
-    def __init__(self, *, robust: bool = False) -> None:
+    def __init__(self, *, robust: bool = False, hop_seconds: float = HOP_SECONDS) -> None:
         self.robust = robust
+        self.hop_seconds = hop_seconds
         self.network = MemoryNetwork()
         self.roster: set[str] = set()
         self.guests: set[str] = set()

@@ -24,7 +24,7 @@ from protocol.messages import (
     RoundJoin,
 )
 from protocol.tensors import WireDtype, decode_tensor, encode_tensor
-from tests.node.siblings import HOP_SECONDS, LENGTH, NEW, OLD, Stage, gradients
+from tests.node.siblings import HOP_SECONDS, LENGTH, NEW, OLD, PATIENCE, Stage, gradients
 
 
 def assert_mean(committed: Sequence[Committed], sums: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
@@ -168,6 +168,7 @@ async def test_a_member_whose_lease_ends_during_the_join_is_left_out_at_once(sta
 
 @pytest.mark.parametrize("moment", ["joined", "parts_sent", "committing"])
 async def test_a_member_that_dies_costs_an_attempt_and_no_divergence(stage: Stage, moment: str) -> None:
+    stage.hop_seconds = 100 * PATIENCE  # whoever waits for what can no longer come does not get there
     one, two = stage.siblings("ab")
     doomed = stage.puppet("c")
     members = ("a", "b", "c")

@@ -14,7 +14,7 @@ from node.averaging import Committed
 from node.rounds import plausible_gram, strides, whole_gram
 from protocol.errors import MessageError, RefusedError
 from protocol.messages import Gram, Method, RoundCommit, RoundJoin
-from tests.node.siblings import LENGTH, Sibling, Stage
+from tests.node.siblings import LENGTH, PATIENCE, Sibling, Stage
 from verifier.aggregation import capped_weights, coefficients, combine, partial_gram
 
 
@@ -106,11 +106,11 @@ async def test_a_lie_about_inner_products_changes_little(stage: Stage, lie: str)
     liar = stage.puppet("d")
     signal, means = noisy(4, noise=0.1)
     running = [stage.spawn(member.run(mean)) for member, mean in zip(honest, means, strict=False)]
+    cut = strides(4)[3]
+    liar.slice = signal[cut]
     await liar.hears(RoundJoin)
     await liar.join("abc", names)
     parts = liar.send_parts(names, means[3])
-    cut = strides(4)[3]
-    liar.slice = signal[cut]
     gram = partial_gram(torch.stack(means)[:, cut])
     if lie == "nan":
         gram[0, 1] = gram[1, 0] = float("nan")
@@ -133,6 +133,7 @@ async def test_a_lie_about_inner_products_changes_little(stage: Stage, lie: str)
     await asyncio.gather(*parts.values())
     committed = await asyncio.gather(*running)
     assert len({entry.digest for entry in committed}) == 1
+    assert all(member.averager.rounds_failed == 0 for member in honest)  # with the liar in it
     torch.testing.assert_close(committed[0].mean, signal, rtol=0, atol=0.35)
     blamed = [member for member in honest if ("d", "gram") in member.blame.kinds]
     assert len(blamed) == (3 if lie in ("nan", "lopsided") else 0)
@@ -154,6 +155,24 @@ async def test_without_the_word_of_most_owners_nothing_is_reduced(stage: Stage) 
             await answer
         assert caught.value.kind == "incomplete"
     running.cancel()
+
+
+async def test_the_word_of_a_member_that_dies_is_not_waited_for(stage: Stage) -> None:
+    stage.hop_seconds = 100 * PATIENCE
+    one, two = stage.siblings("ab")
+    doomed = stage.puppet("c")
+    members = ("a", "b", "c")
+    signal, means = noisy(3)
+    doomed.slice = signal[strides(3)[2]]
+    running = [stage.spawn(one.run(means[0])), stage.spawn(two.run(means[1]))]
+    await doomed.hears(RoundJoin)
+    await doomed.join("ab", members)
+    doomed.send_parts(members, means[2])
+    await doomed.hears(Gram)  # both siblings have all parts, and now wait for what c says of its slice
+    doomed.die()
+    first, second = await asyncio.gather(*running)
+    assert torch.equal(first.mean, second.mean)
+    assert first.microbatches == 2
 
 
 async def test_inner_products_out_of_place_are_refused(stage: Stage) -> None:
