@@ -28,10 +28,17 @@ Message = TypeVar("Message", bound=DataclassInstance)
 MAX_STEP = 2**40
 
 
-def _checked(check: Check, default: object = MISSING) -> Any:
+def _checked(check: Check, words: str, default: object = MISSING) -> Any:
+    """A field with its check, and the check in words for whoever writes another implementation."""
+    metadata = {"check": check, "words": words}
     if default is MISSING:
-        return field(metadata={"check": check})
-    return field(default=default, metadata={"check": check})
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def words_of(entry: Field[Any]) -> str:
+    """What a field of a message may hold, in words."""
+    return str(entry.metadata["words"])
 
 
 def integer(low: int, high: int, *, default: object = MISSING) -> Any:
@@ -42,7 +49,7 @@ def integer(low: int, high: int, *, default: object = MISSING) -> Any:
             raise ValueError(f"must be a whole number from {low} to {high}")
         return value
 
-    return _checked(check, default)
+    return _checked(check, f"whole number, {low} to {high}", default)
 
 
 def number(low: float = -math.inf, high: float = math.inf, *, default: object = MISSING) -> Any:
@@ -53,7 +60,8 @@ def number(low: float = -math.inf, high: float = math.inf, *, default: object = 
             raise ValueError(f"must be a finite number from {low} to {high}")
         return float(value)  # type: ignore[arg-type]
 
-    return _checked(check, default)
+    bounds = "" if (low, high) == (-math.inf, math.inf) else f", {low:g} to {high:g}"
+    return _checked(check, f"finite number{bounds}", default)
 
 
 def text(longest: int, *, default: object = MISSING) -> Any:
@@ -64,7 +72,7 @@ def text(longest: int, *, default: object = MISSING) -> Any:
             raise ValueError(f"must be printable text of at most {longest} characters")
         return value
 
-    return _checked(check, default)
+    return _checked(check, f"printable text, at most {longest} characters", default)
 
 
 def binary(*sizes: int, longest: int | None = None, default: object = MISSING) -> Any:
@@ -79,7 +87,8 @@ def binary(*sizes: int, longest: int | None = None, default: object = MISSING) -
             raise ValueError(f"must be at most {longest} bytes")
         return value
 
-    return _checked(check, default)
+    lengths = " or ".join(map(str, sizes)) if longest is None else f"at most {longest}"
+    return _checked(check, f"{lengths} bytes", default)
 
 
 def flag(*, default: object = MISSING) -> Any:
@@ -90,7 +99,7 @@ def flag(*, default: object = MISSING) -> Any:
             raise ValueError("must be true or false")
         return value
 
-    return _checked(check, default)
+    return _checked(check, "true or false", default)
 
 
 def sequence(item: Any, most: int, *, default: object = MISSING) -> Any:
@@ -102,7 +111,7 @@ def sequence(item: Any, most: int, *, default: object = MISSING) -> Any:
             raise ValueError(f"must be a list of at most {most} items")
         return tuple(check_item(entry) for entry in value)
 
-    return _checked(check, default)
+    return _checked(check, f"list of at most {most}: {item.metadata['words']}", default)
 
 
 def mapping(key: Any, value: Any, most: int, *, default: object = MISSING) -> Any:
@@ -122,13 +131,15 @@ def mapping(key: Any, value: Any, most: int, *, default: object = MISSING) -> An
             raise ValueError("names a key twice")
         return tuple(checked)
 
-    return _checked(check, default)
+    pair = f"[{key.metadata['words']}; {value.metadata['words']}]"
+    return _checked(check, f"list of at most {most} pairs {pair}, no key twice", default)
 
 
 def optional(inner: Any) -> Any:
     """The given field, or nothing."""
     check_inner: Check = inner.metadata["check"]
-    return _checked(lambda value: None if value is None else check_inner(value), None)
+    words = f"nil, or {inner.metadata['words']}"
+    return _checked(lambda value: None if value is None else check_inner(value), words, None)
 
 
 @cache
