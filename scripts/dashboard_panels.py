@@ -337,4 +337,43 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             width=16,
         ),
     ),
+    "Seen from outside (sentinel observe)": (
+        Panel(
+            title="Nodes, by whether they answer",
+            about="Silent ones have a live claim and do not answer the observer; gone ones have none any more.",
+            asks={"{{presence}}": "sum by (presence) (sentinel_swarm_nodes)"},
+            stacked=True,
+        ),
+        Panel(
+            title="Replicas that serve, by stage",
+            about="That answer, take work in the present step, and are not ejected. Without any the swarm waits.",
+            asks={"stage {{stage}}": "min by (stage) (sentinel_swarm_stage_serving_replicas)"},
+        ),
+        Panel(
+            title="Loss, as most nodes tell it",
+            about="Nats per token.",
+            asks={"{{instance}}": "sentinel_swarm_loss"},
+            from_zero=False,
+        ),
+        Panel(
+            title="Tokens per second, as most nodes tell it",
+            about="Of the whole swarm.",
+            asks={"{{instance}}": "sentinel_swarm_tokens_per_second"},
+        ),
+        Panel(
+            title="Trust of each node",
+            about="The middle of what its neighbours tell; at most 256 nodes have series.",
+            asks={"{{peer}} of stage {{stage}}": "sentinel_swarm_node_trust"},
+            most=1.0,
+        ),
+        Panel(
+            title="Ejections, verdicts, accusations",
+            about="That hold now. Accusations and verdicts are signed; ejections are what most neighbours tell.",
+            asks={
+                "ejected": "max(sentinel_swarm_ejected)",
+                "verdicts": "max(sentinel_swarm_verdicts)",
+                "accusations": "max(sentinel_swarm_accusations)",
+            },
+        ),
+    ),
 }

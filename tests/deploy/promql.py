@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from node.metrics import Metrics
+from node.observing.metrics import SwarmMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -75,7 +76,7 @@ def names(query: str) -> set[str]:
 def known() -> set[str]:
     """Every name that a query may use."""
     found = set(OF_PROMETHEUS) | rules("record").keys()
-    for family in Metrics().described:
+    for family in (*Metrics().described, *SwarmMetrics().described):
         parts = ("_bucket", "_sum", "_count") if family.kind == "histogram" else ("",)
         found |= {family.name + part for part in parts}
     return found

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from node.metrics import Metrics
+from node.observing.metrics import SwarmMetrics
 from tests.deploy.promql import DEPLOY, ROOT, dashboard_queries, known, load, names, program, rules
 
 PROMETHEUS = DEPLOY / "prometheus"
@@ -32,6 +33,7 @@ def test_promtool_takes_the_configuration_and_every_rule() -> None:
 
 def test_promtool_has_nothing_to_say_about_the_names_of_metrics() -> None:
     assert promtool("check", "metrics", text=Metrics().render()) == ""
+    assert promtool("check", "metrics", text=SwarmMetrics().render()) == ""
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)

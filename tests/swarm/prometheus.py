@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ class Prometheus:
         self.folder = folder
         self._url = f"http://{address}/api/v1"
 
-    def scrape(self, *nodes: Child) -> None:
-        """From now on these nodes are scraped, and no others. Prometheus looks at the file by itself."""
-        targets = ["{}:{}".format(*node.ready["http"]) for node in nodes]
+    def scrape(self, *nodes: Child, others: Collection[str] = ()) -> None:
+        """From now on these nodes (and ``others``, HOST:PORT) are scraped. Prometheus looks at the file by itself."""
+        targets = ["{}:{}".format(*node.ready["http"]) for node in nodes] + [*others]
         written = self.folder / "nodes" / "swarm.part"
         written.write_text(yaml.safe_dump([{"targets": targets}]), encoding="utf-8")
         written.rename(written.with_suffix(".yml"))

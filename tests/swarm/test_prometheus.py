@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from node.demo_processes import Child
 from tests.deploy.promql import dashboard_queries, program, rules
 from tests.swarm.harness import Swarm, running, small_manifest
+from tests.swarm.observer import observing
 from tests.swarm.prometheus import Prometheus, running_prometheus
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
@@ -30,22 +33,24 @@ QUIET = {
 async def test_dashboard_rules_and_alerts_work_on_a_real_swarm(tmp_path: Path) -> None:
     program("prometheus")
     manifest = small_manifest(training={"steps": 0, "checkpoint_steps": 1}, verifier={"audit_rate": 0.5})
-    waits = {"SentinelStageWithoutReplicas": "1s", "SentinelNodeDown": "1s"}
+    waits = dict.fromkeys(("SentinelStageWithoutReplicas", "SentinelObservedStageEmpty", "SentinelNodeDown"), "1s")
     async with (
+        contextlib.AsyncExitStack() as watching,
         running(tmp_path, manifest) as swarm,
         running_prometheus(tmp_path / "prometheus", waits=waits) as prometheus,
     ):
         coordinator = await swarm.coordinate()
         nodes = await swarm.fill(1, "--http-port", "0")
-        prometheus.scrape(coordinator, *nodes)
-        await prometheus.until("up == 1", lambda found: len(found) == 4, seconds=PATIENCE)
+        outside = [urlsplit((await watching.enter_async_context(observing(tmp_path, swarm.invite))).url).netloc]
+        prometheus.scrape(coordinator, *nodes, others=outside)
+        await prometheus.until("up == 1", lambda found: len(found) == 5, seconds=PATIENCE)
         await names_are_right(swarm, coordinator, *nodes)
         await prometheus.until("swarm:sentinel_step:max > 8", bool, seconds=PATIENCE)
         await prometheus.until("rate(sentinel_checkpoints_total[5m]) > 0", bool, seconds=PATIENCE)
         await the_dashboard_shows_something(prometheus)
         await no_rule_fails(prometheus)
         assert [alert["labels"] for alert in (await prometheus.ask("/alerts"))["alerts"]] == []
-        await a_lost_stage_is_told_of(swarm, prometheus, coordinator, nodes)
+        await a_lost_stage_is_told_of(swarm, prometheus, [coordinator, *nodes], outside)
         await no_rule_fails(prometheus)
 
 
@@ -69,12 +74,14 @@ async def no_rule_fails(prometheus: Prometheus) -> None:
     assert {rule["name"]: rule.get("lastError") for rule in listed if rule["health"] != "ok"} == {}
 
 
-async def a_lost_stage_is_told_of(swarm: Swarm, prometheus: Prometheus, coordinator: Child, nodes: list[Child]) -> None:
+async def a_lost_stage_is_told_of(swarm: Swarm, prometheus: Prometheus, nodes: list[Child], outside: list[str]) -> None:
     """Stage 1's only replica is killed, and comes back."""
+    doomed = nodes[2]
     firing = 'ALERTS{{alertname="{}", alertstate="firing"}}'.format
     lost = firing("SentinelStageWithoutReplicas")
-    nodes[1].process.kill()
-    await nodes[1].process.wait()
+    observed = firing("SentinelObservedStageEmpty")
+    doomed.process.kill()
+    await doomed.process.wait()
     await prometheus.until(lost, bool, seconds=PATIENCE)
     (alert,) = await prometheus.alerts("SentinelStageWithoutReplicas")
     assert alert["labels"]["stage"] == "1" and alert["labels"]["swarm"] == swarm.manifest.swarm_id
@@ -82,12 +89,15 @@ async def a_lost_stage_is_told_of(swarm: Swarm, prometheus: Prometheus, coordina
     await prometheus.until(firing("SentinelNodeDown"), bool, seconds=PATIENCE)
     (down,) = await prometheus.alerts("SentinelNodeDown")
     assert (down["labels"]["label"], down["labels"]["stage"]) == ("s1r0", "1")
-    assert down["labels"]["peer"] == nodes[1].peer
+    assert down["labels"]["peer"] == doomed.peer
     assert down["annotations"]["summary"] == "Node s1r0 of stage 1 does not answer"
+    await prometheus.until(observed, bool, seconds=PATIENCE)
+    (seen,) = await prometheus.alerts("SentinelObservedStageEmpty")
+    assert seen["labels"]["stage"] == "1" and seen["labels"]["swarm"] == swarm.manifest.swarm_id
 
-    nodes[1] = await swarm.join("s1r0", stage=1)
-    prometheus.scrape(coordinator, *nodes)
-    for resolved in (lost, firing("SentinelNodeDown")):
+    nodes[2] = await swarm.join("s1r0", stage=1)
+    prometheus.scrape(*nodes, others=outside)
+    for resolved in (lost, observed, firing("SentinelNodeDown")):
         await prometheus.until(resolved, lambda found: not found, seconds=PATIENCE)
 
 
