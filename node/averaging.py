@@ -246,7 +246,8 @@ class Averager:
                 microbatches=contribution.microbatches,
                 parameters=contribution.parameters,
             )
-            committed = await self._announce(step, mine, dropped)
+            untold: set[str] = set()
+            committed = await self._announce(step, mine, dropped, untold)
             if committed is not None:
                 return committed
 
@@ -260,6 +261,9 @@ class Averager:
             in_time = await self._wait_until(ready, settle_after)
             self._check_agreement(mine, announced, dropped)
             if agreed(self._me, mine, announced) and dropped.isdisjoint(members):
+                # Whoever was not ready to hear of it has announced itself since, and waits to hear the same from here.
+                if untold and (committed := await self._announce(step, mine, dropped, untold)) is not None:
+                    return committed
                 return members, attempt
             attempt = next_attempt(attempt, announced, members, MAX_FOLLOWED_ATTEMPT)
             if not in_time:
@@ -304,9 +308,10 @@ class Averager:
     def _live_members(self, step: int, dropped: set[str]) -> Members:
         return tuple(sorted({self._me, *(peer for peer in self._siblings(step) if peer not in dropped)}))
 
-    async def _announce(self, step: int, mine: Announcement, dropped: set[str]) -> Committed | None:
+    async def _announce(self, step: int, mine: Announcement, dropped: set[str], untold: set[str]) -> Committed | None:
         """Tell the members; returns the step's aggregate if they have committed one. Those that are in a much earlier
-        step, and so cannot take part, are added to ``dropped``."""
+        step, and so cannot take part, are added to ``dropped``. ``untold``: whom to tell, everybody if empty; holds
+        afterwards who did not hear of it."""
         message = RoundJoin(
             step=step,
             attempt=mine.attempt,
@@ -324,6 +329,7 @@ class Averager:
                 answer = decode(RoundAnswer, response.head)
             except SentinelError as error:
                 log.debug("sibling %s did not take the announcement: %s", peer[-8:], error)
+                untold.add(peer)
                 if isinstance(error, RefusedError) and error.kind == "too_old":
                     ahead.add(peer)
                 elif isinstance(error, RefusedError) and error.kind == "wrong_step":
@@ -333,7 +339,8 @@ class Averager:
             if answer.committed:
                 held[peer] = answer.digest
 
-        peers = [peer for peer in mine.members if peer != self._me]
+        peers = sorted(untold) or [peer for peer in mine.members if peer != self._me]
+        untold.clear()
         await asyncio.gather(*map(tell, peers))
         if 2 * len(ahead) > len(peers):
             raise OutOfSyncError(f"the siblings are past step {step} and keep it no longer; fetching their state")

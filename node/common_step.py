@@ -70,11 +70,24 @@ def under_way(claims: Iterable[Claim], num_stages: int, *, me: str) -> int | Non
     return max(claim.step for claim in training)
 
 
-def heirs(claims: Iterable[Claim], num_stages: int, stage: int) -> frozenset[str]:
-    """Who can take a stage up again that has lost its last replica, where all other stages stand still for lack of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Succession:
+    """Who takes a stage up again that has lost its last replica."""
+
+    heirs: frozenset[str]
+    """Those with the newest checkpoint of it, all the same one."""
+    step: int
+    """Of that checkpoint."""
+    late: bool
+    """Whether the others are further than that, so that updates of this stage are lost."""
+
+
+def succession(claims: Iterable[Claim], num_stages: int, stage: int, *, farthest: int) -> Succession | None:
+    """Who can take up a stage that has lost its last replica, where all other stages stand still for lack of it.
 
     A step ends in one stage after the other, so theirs may be the one before or after that of the newest checkpoint. If
-    it is one further, this stage misses one update.
+    it is one further, this stage misses one update. Where they are further still, by at most ``farthest`` steps, the
+    stage misses so many, and its heirs go on in the step in which the others stand.
     """
     there = list(claims)
     waiting = [claim for claim in there if claim.stage == stage and claim.state is NodeState.WAITING and claim.step > 0]
@@ -83,11 +96,12 @@ def heirs(claims: Iterable[Claim], num_stages: int, stage: int) -> frozenset[str
         for place in range(num_stages)
     ]
     if not waiting or reached.pop(stage) is not None or not reached:
-        return frozenset()
+        return None
+    others = [step for step in reached if step is not None]
     step = _newest(claim.step for claim in waiting)
-    if any(other is None or abs(other - step) > 1 for other in reached):
-        return frozenset()
-    return _founders(waiting, step)
+    if len(others) < len(reached) or step > min(others) + 1 or max(others) - step > max(1, farthest):
+        return None
+    return Succession(heirs=_founders(waiting, step), step=step, late=any(other > step + 1 for other in others))
 
 
 def newest_at_most(steps: Collection[int], limit: int) -> int | None:

@@ -16,6 +16,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -417,6 +418,9 @@ class Node:
         assert manifest is not None and membership is not None and guard is not None and checkpointer is not None
         stage = place.stage
         start = await checkpointer.load(place.checkpoint) if place.checkpoint is not None else None
+        loaded = start
+        if start is not None and place.step is not None:
+            start = replace(start, step=place.step)
         self._identify(stage=str(stage))
         self._worker = self._make_worker()
         self.parts = await assemble(
@@ -437,9 +441,8 @@ class Node:
             publish=lambda data, verdict: self._spawn(membership.publish_finding(data, verdict)),
         )
         self.trainer, self.pipeline = self.parts.trainer, self.parts.pipeline
-        if start is not None:
-            text = f"goes on from the checkpoint of step {start.step}"
-            self.telemetry.event("restored", start.step, text=text)
+        if loaded is not None and start is not None:
+            self.telemetry.restored(loaded.step, start.step)
         self._spawn(self._keep_peers())
         return self.trainer, start is not None or place.checkpoint is None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from node.checkpoints import Checkpoint
-from node.common_step import OFFERS, TRAINS, Meeting, heirs, meet, newest_at_most, under_way
+from node.common_step import OFFERS, TRAINS, Meeting, Succession, meet, newest_at_most, succession, under_way
 from node.membership import Membership
 from node.placement import choose_stage, should_move, stage_loads
 from protocol.errors import DataSourceError, MemoryTooSmallError, SettingsError
@@ -25,6 +25,10 @@ STUCK_CHANCE = 0.25
 """With which a node then does so at each look, so that rarely two do at once."""
 MAX_ASKED = 7
 """Peers that are asked in which step they are."""
+SUCCESSION_SECONDS = 5.0
+"""How long claims must have been unchanged before a stage without replicas goes on from an old checkpoint."""
+SUCCESSION_INTERVALS = 4
+"""Between checkpoints: how old that may be. Beyond it the stage would hardly fit the others any more."""
 RENEWALS = 1.5
 """While others train, what they claim may be as old as their last renewal: so many must have brought nothing new."""
 
@@ -57,6 +61,8 @@ class Place:
     """What it goes on from; None for the stage's first parameters."""
     behind: bool
     """Whether its siblings are further, or have other parameters: it has to catch up with them first."""
+    step: int | None = None
+    """Where it goes on, if not at the step of its checkpoint: the stage's last replica is gone, and updates with it."""
 
 
 class Forming:
@@ -134,9 +140,9 @@ class Forming:
         known = self._claims()
         changed = time.monotonic()
         while True:
-            if (place := await self._place_under_way(stage)) is not None:
-                return place
             quiet = time.monotonic() - changed
+            if (place := await self._place_under_way(stage, quiet)) is not None:
+                return place
             moved = self._other_stage(stage, stuck=quiet > STUCK_SECONDS)
             if moved is not None:
                 stage, self._offer = moved, self._newest(moved)
@@ -261,11 +267,16 @@ class Forming:
 
     # what the others do --------------------------------------------------------------
 
-    async def _place_under_way(self, stage: int) -> Place | None:
+    async def _place_under_way(self, stage: int, quiet: float) -> Place | None:
         """This node's place in a swarm that trains; None if none does, or this node has to wait still."""
-        inheriting = heirs(self._training(stage) + self._waiting(), self._manifest.num_stages, stage)
-        if self._membership.me in inheriting and await self._stand_still(stage):
-            return Place(stage=stage, checkpoint=self._offer, behind=False)
+        found = self._succession(stage)
+        if found is not None and self._membership.me in found.heirs:
+            if not found.late and await self._stand_still(stage):
+                return Place(stage=stage, checkpoint=self._offer, behind=False)
+            if found.late and quiet > SUCCESSION_SECONDS and (step := await self._forsaken_at(stage)) is not None:
+                self._membership.update_claim(urgent=True, step=step, active_from=step)
+                await self._membership.announce()
+                return Place(stage=stage, checkpoint=self._offer, behind=False, step=step)
         begun = self._under_way()
         if begun is None or begun in (0, self._step) or not self._donors(stage):
             return None  # where it has only just begun, this node may still be one of those who begin
@@ -306,12 +317,41 @@ class Forming:
         steps = sorted(step for step in await asyncio.gather(*map(self._ask_step, asked)) if step is not None)
         return bool(steps) and abs(steps[len(steps) // 2] - self._step) <= 1
 
+    def _succession(self, stage: int) -> Succession | None:
+        return succession(
+            self._training(stage) + self._waiting(), self._manifest.num_stages, stage, farthest=self._farthest
+        )
+
+    @property
+    def _farthest(self) -> int:
+        return SUCCESSION_INTERVALS * self._manifest.training.checkpoint_steps
+
+    async def _forsaken_at(self, stage: int) -> int | None:
+        """The step in which the others wait for a stage; None if it may have a replica, or that cannot be known now.
+
+        This node alone may have lost the stage's replicas, so its neighbours, who are connected to all of them, have to
+        say that there are none. Work comes from the stage above, so its step counts.
+        """
+        near = {claim.peer: claim.stage for claim in self._training(stage) if abs(claim.stage - stage) == 1}
+        asked = self._rng.sample(sorted(near), min(MAX_ASKED, len(near)))
+        answers = await asyncio.gather(*map(self._membership.fetch_view, asked), return_exceptions=True)
+        known = [answer for answer in answers if isinstance(answer, set)]
+        holders = {claim.peer for claim in self._present() if claim.stage == stage and claim.state in TRAINS}
+        if not known or 2 * sum(not holders.isdisjoint(peers) for peers in known) >= len(known):
+            return None
+        leads = [peer for peer in asked if near[peer] == (stage - 1 if stage else 1)]
+        steps = sorted(step for step in await asyncio.gather(*map(self._ask_step, leads)) if step is not None)
+        step = steps[len(steps) // 2] if steps else 0
+        return step if self._step <= step <= self._step + self._farthest else None
+
     def _lack(self, stage: int, missing: Mapping[int, int], meeting: Meeting) -> str:
         """What this node waits for, in words."""
         training = self._training(stage)
         if any(claim.step > self._step for claim in training) and all(claim.stage != stage for claim in training):
             text = f"training has begun and no replica of stage {stage} is there to give its state; waiting for one"
-            if self._step:
+            if self._step and (found := self._succession(stage)) is not None:
+                text += f", or to go on from the checkpoint of step {found.step}"
+            elif self._step:
                 text += f", or for a restart of all others, to go back to step {self._step}, which this node has"
             return text
         return f"holding stage {stage}; {self._lack_at_start(missing, meeting)}"

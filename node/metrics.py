@@ -180,6 +180,11 @@ class Metrics(Families):
         self.checkpoint_seconds = self._histogram(
             "checkpoint_seconds", "Seconds from the copy of the state until it is on disk.", STEP_BUCKETS
         )
+        self.updates_lost = self._counter(
+            "updates_lost_total",
+            "Updates of this node's stage that went with its last replica, before this node took it up from an older "
+            "checkpoint.",
+        )
         self.checkpoint_step.set(math.nan)
         self.checkpoint_age.set_function(lambda: time.time() - self._checkpoint_saved)
 

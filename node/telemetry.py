@@ -147,6 +147,14 @@ class Telemetry(Observer):
         self.metrics.microbatches.labels(outcome="unaveraged").inc(count)
         self.event("unaveraged", step, text=f"the gradients of {count} microbatches went with a replica that is gone")
 
+    def restored(self, held: int, step: int) -> None:
+        """This node goes on at ``step`` from its checkpoint of step ``held``."""
+        text = f"goes on from the checkpoint of step {held}"
+        if lost := step - held:
+            self.metrics.updates_lost.inc(lost)
+            text += f" in step {step}: {lost} updates of this stage went with its last replica"
+        self.event("restored", held, text=text)
+
     def step_done(self, step: int, loss: float | None, seconds: float) -> None:
         """A step was committed."""
         self.counters.steps += 1

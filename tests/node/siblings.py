@@ -31,6 +31,12 @@ class Blame(Observer):
 
     def __init__(self) -> None:
         self.kinds: list[tuple[str, str]] = []
+        self.unheard = asyncio.Event()
+        """A peer did not answer a method yet."""
+
+    def request_done(self, method: str, outcome: str) -> None:
+        if outcome == "method":
+            self.unheard.set()
 
     def remote_error(self, peer: str, error: SentinelError) -> None:
         self.kinds.append((peer, getattr(error, "kind", "")))
@@ -39,9 +45,10 @@ class Blame(Observer):
 class Sibling:
     """A replica with a real averager, and as much of a view as that needs."""
 
-    def __init__(self, stage: Stage, name: str, length: int) -> None:
+    def __init__(self, stage: Stage, name: str, length: int, *, ready: bool = True) -> None:
         self.stage = stage
         self.name = name
+        self._length = length
         self.blame = Blame()
         self.transport = MemoryTransport(
             stage.network, name, options=SessionOptions(swarm=bytes(32)), observer=self.blame
@@ -50,10 +57,16 @@ class Sibling:
         self.stalled: list[str] = []
         self._changed = asyncio.Event()
         self.transport.on_peer_gone(self._lose)
+        if ready:
+            self.get_ready()
+
+    def get_ready(self) -> None:
+        """Begin to answer."""
+        stage = self.stage
         self.averager = Averager(
-            me=name,
+            me=self.name,
             transport=self.transport,
-            parameters=length,
+            parameters=self._length,
             siblings=self.siblings,
             is_sibling=lambda peer: peer in stage.roster or peer in stage.guests,
             wait_until=self.wait_until,
@@ -192,8 +205,8 @@ class Stage:
         self.puppets: list[Puppet] = []
         self.tasks: set[asyncio.Task[Any]] = set()
 
-    def sibling(self, name: str, *, length: int = LENGTH, listed: bool = True) -> Sibling:
-        made = Sibling(self, name, length)
+    def sibling(self, name: str, *, length: int = LENGTH, listed: bool = True, ready: bool = True) -> Sibling:
+        made = Sibling(self, name, length, ready=ready)
         self.members.append(made)
         if listed:
             self.roster.add(name)

@@ -89,6 +89,19 @@ async def test_members_that_come_one_after_another_wait_for_each_other(stage: St
     assert_mean(await asyncio.gather(*running), sums, (1, 1, 1))
 
 
+async def test_a_member_that_was_not_ready_to_hear_of_the_round_hears_of_it_again(stage: Stage) -> None:
+    stage.hop_seconds = 100 * PATIENCE  # nobody waits for the other in vain, and nobody is told so by a timeout
+    one, two, three = stage.sibling("a"), stage.sibling("b"), stage.sibling("c", ready=False)
+    sums = gradients(3)
+    running = [stage.spawn(one.run(sums[0])), stage.spawn(two.run(sums[1]))]
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(one.blame.unheard.wait(), two.blame.unheard.wait())
+    three.get_ready()
+    committed = await asyncio.gather(*running, three.run(sums[2]))
+    assert_mean(committed, sums, (1, 1, 1))
+    assert one.averager.rounds_failed == 0
+
+
 async def test_a_member_may_be_a_step_ahead_of_the_others(stage: Stage) -> None:
     one, two = stage.siblings("ab")
     sums = gradients(2)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.common_step import Meeting, heirs, meet, newest_at_most, under_way
+from node.common_step import Meeting, meet, newest_at_most, succession, under_way
 from protocol.records import Claim, NodeState
 from tests.node.claims import claim
 
@@ -122,23 +122,39 @@ def test_the_last_replica_of_a_stage_comes_back_to_the_step_in_which_the_others_
     assert not meet_all([*others, waiting("b", 1, 50)]).possible
 
 
+def heirs(claims: list[Claim], *, farthest: int = 40) -> tuple[frozenset[str], int, bool] | None:
+    found = succession(claims, 3, 1, farthest=farthest)
+    return None if found is None else (found.heirs, found.step, found.late)
+
+
 def test_the_heirs_of_a_lost_stage_have_what_the_others_wait_for() -> None:
     others = [training("a", 0, 57), training("c", 2, 57)]
-    assert heirs([*others, waiting("b", 1, 57)], 3, 1) == {"b"}
-    assert heirs([*others, waiting("b", 1, 50)], 3, 1) == frozenset()
-    assert heirs([*others, waiting("b", 1, 0)], 3, 1) == frozenset()
-    assert heirs([*others, waiting("b", 1, 57), waiting("d", 1, 55)], 3, 1) == {"b"}
-    assert heirs([*others, waiting("b", 1, 57), waiting("d", 1, 57, E)], 3, 1) == {"b"}
+    assert heirs([*others, waiting("b", 1, 57)]) == ({"b"}, 57, False)
+    assert heirs([*others, waiting("b", 1, 0)]) is None
+    assert heirs([*others, waiting("b", 1, 59)]) is None, "nobody goes back"
+    assert heirs([*others, waiting("b", 1, 57), waiting("d", 1, 55)]) == ({"b"}, 57, False)
+    assert heirs([*others, waiting("b", 1, 57), waiting("d", 1, 57, E)]) == ({"b"}, 57, False)
     # The stage before may have ended the step already, and the stage behind may still wait to hear of its end.
-    assert heirs([training("a", 0, 58), waiting("b", 1, 57), training("c", 2, 56)], 3, 1) == {"b"}
-    assert heirs([training("a", 0, 59), waiting("b", 1, 57), training("c", 2, 57)], 3, 1) == frozenset()
+    assert heirs([training("a", 0, 58), waiting("b", 1, 57), training("c", 2, 56)]) == ({"b"}, 57, False)
+
+
+def test_an_old_checkpoint_is_better_than_none_and_too_old_a_one_is_not() -> None:
+    others = [training("a", 0, 57), training("c", 2, 56)]
+    assert heirs([*others, waiting("b", 1, 50)]) == ({"b"}, 50, True)
+    assert heirs([*others, waiting("b", 1, 50), waiting("d", 1, 20)]) == ({"b"}, 50, True)
+    assert heirs([*others, waiting("b", 1, 17)]) == ({"b"}, 17, True)
+    assert heirs([*others, waiting("b", 1, 16)]) is None
+    assert heirs([training("a", 0, 59), waiting("b", 1, 57), training("c", 2, 57)]) == ({"b"}, 57, True)
+    assert heirs([*others, waiting("b", 1, 55)], farthest=0) is None
+    # Of three, one alone cannot lead the others on with something newer.
+    assert heirs([*others, waiting("b", 1, 50), waiting("d", 1, 50), waiting("e", 1, 57)]) == ({"b", "d"}, 50, True)
 
 
 def test_a_stage_that_is_held_or_stands_alone_has_no_heirs() -> None:
     here = waiting("b", 1, 57)
-    assert heirs([training("a", 0, 57), here], 3, 1) == frozenset(), "nobody knows where the third stage is"
-    assert heirs([training("a", 0, 57), here, training("c", 1, 57), training("d", 2, 57)], 3, 1) == frozenset()
-    assert heirs([waiting("a", 0, 57)], 1, 0) == frozenset()
+    assert heirs([training("a", 0, 57), here]) is None, "nobody knows where the third stage is"
+    assert heirs([training("a", 0, 57), here, training("c", 1, 57), training("d", 2, 57)]) is None
+    assert succession([waiting("a", 0, 57)], 1, 0, farthest=40) is None
 
 
 def test_a_swarm_is_under_way_only_if_every_stage_trains() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -60,6 +61,11 @@ def steps_on_disk(folder: Path, member: str) -> set[int]:
     """Of one node's checkpoints."""
     (swarm,) = (folder / member / "checkpoints").iterdir()
     return {int(path.stem.rpartition("-")[2]) for path in find_checkpoints(swarm)}
+
+
+def kept_steps(kept: dict[str, Path]) -> list[int]:
+    """The newest step of each of several state folders."""
+    return [max(steps_on_disk(place.parent, place.name)) for place in kept.values()]
 
 
 def members_of(manifest: Manifest, replicas: int) -> list[str]:
@@ -208,7 +214,7 @@ async def test_the_only_replica_of_a_stage_that_left_politely_loses_nothing(tmp_
     assert restored_step(again) == left_at
 
 
-async def test_the_only_replica_of_a_stage_that_was_killed_waits_until_all_others_go_back_with_it(
+async def test_the_only_replica_of_a_stage_that_was_killed_takes_it_up_again_from_its_checkpoint(
     tmp_path: Path,
 ) -> None:
     manifest = restart_manifest(steps=0, replicas=1, every=5)
@@ -220,13 +226,51 @@ async def test_the_only_replica_of_a_stage_that_was_killed_waits_until_all_other
         held = max(steps_on_disk(tmp_path, "s1r0"))
         assert held <= step_of(members[0]) - 2, "the others are further than its checkpoint"
         again = swarm.join("s1r0")
+        others = [members[0], members[2]]
+        await until(lambda: again.node.trainer is not None)
+        stood = step_of(members[0])
+        await until(lambda: all(step_of(member) >= stood + 3 for member in [again, *others]))
+        assert restored_step(again) == held
+        lost = again.node.metrics.updates_lost._value.get()
+        assert lost == stood - held > 1
+        assert all(member.node.state is NodeState.TRAINING for member in others), "nobody went back or was thrown out"
+        assert not any(member.node.guard.all_ejected() for member in [again, *others] if member.node.guard)
+        # Whoever comes now is its sibling, to the bit.
+        second = swarm.join("s1r1", stage=1)
+        await until(lambda: second.node.telemetry.counters.steps >= 2)
+        one, two = digests([again, second])
+        common = one.keys() & two.keys()
+        assert common and all(one[step] == two[step] for step in common)
+
+
+async def test_too_old_a_checkpoint_waits_until_all_others_go_back_with_it(tmp_path: Path) -> None:
+    manifest = restart_manifest(steps=0, replicas=1, every=2)
+    async with simulated(tmp_path, manifest) as swarm:
+        await swarm.coordinate()
+        members = swarm.fill(1)
+        await until(lambda: all(step_of(member) >= 5 for member in members))
+        await killed([members[1]])
+        held = max(steps_on_disk(tmp_path, "s1r0"))
+        kept = {name: tmp_path / f"{name}-kept" for name in ("s0r0", "s1r0", "s2r0")}
+        await killed([members[0], members[2]])
+        for name, place in kept.items():
+            shutil.copytree(tmp_path / name, place)
+        back = swarm.fill(1)
+        await until(lambda: all(step_of(member) >= held + 12 for member in back))
+        await killed([back[1]])
+        shutil.rmtree(tmp_path / "s1r0")
+        shutil.copytree(kept["s1r0"], tmp_path / "s1r0")
+        again = swarm.join("s1r0")
         offer = f"or for a restart of all others, to go back to step {held}, which this node has"
         await until(lambda: again.node.reason.endswith(offer))
         assert again.node.stage == 1
-        await killed([members[0], members[2]])
-        back = [swarm.join("s0r0"), swarm.join("s2r0")]
-        await until(lambda: all(step_of(member) >= held + 2 for member in [again, *back]))
-    assert {restored_step(member) for member in [again, *back]} == {held}
+        await killed([back[0], back[2]])
+        for name in ("s0r0", "s2r0"):
+            shutil.rmtree(tmp_path / name)
+            shutil.copytree(kept[name], tmp_path / name)
+        last = [swarm.join("s0r0"), swarm.join("s2r0")]
+        await until(lambda: all(step_of(member) >= held + 2 for member in [again, *last]))
+    assert {restored_step(member) for member in [again, *last]} == {min(held, *kept_steps(kept))}
 
 
 async def test_a_replica_with_other_parameters_takes_those_of_its_siblings(tmp_path: Path) -> None:

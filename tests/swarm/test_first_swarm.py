@@ -155,8 +155,11 @@ async def test_the_first_swarm_of_a_newcomer(terminals: Terminals) -> None:
     await terminals.run("kill")
     assert await terminals.ends("node1") == -signal.SIGKILL
     await prometheus.until(ALERT, bool, seconds=PATIENCE)
+    (stood,) = await prometheus.query("swarm:sentinel_step:max")
     await terminals.open("node1-again")
     await prometheus.until(ALERT, lambda found: not found, seconds=PATIENCE)
+    further = f"min(sentinel_step > 0) > {stood['value'][1]} + 5"
+    await prometheus.until(further, bool, seconds=PATIENCE)
 
     await terminals.run("export")
     assert "torch.Size" in await terminals.run("load")
