@@ -116,7 +116,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: it could not be written; those that were there before are there still.
         """
-        path = self.folder / f"stage-{stage}-step-{state.step}.safetensors"
+        path = self.folder / checkpoint_name(stage, state.step)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             saved = write_checkpoint(path, state, manifest=self._manifest, stage=stage, now=now)
@@ -209,6 +209,26 @@ def check_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: it cannot be read, or is of another version of this software.
     """
     return _read(path, keep=())[0]
+
+
+def peek(path: Path) -> tuple[int, bytes]:
+    """Size in bytes and digest of the parameters of a checkpoint, as its header says: nothing of it is checked.
+
+    Raises:
+        CheckpointError: it cannot be read, or has no header.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            _, metadata = _parse_header(_read_header(file), size=size)
+            return size, bytes.fromhex(metadata["parameters"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be read: {error}") from None
+
+
+def checkpoint_name(stage: int, step: int) -> str:
+    """The name of a checkpoint's file."""
+    return f"stage-{stage}-step-{step}.safetensors"
 
 
 def read_checkpoint(path: Path) -> tuple[Checkpoint, StageState]:

@@ -166,6 +166,13 @@ def coordinate(path: Path, **options: Any) -> None:
     default=2,
     help="Newest checkpoints of the stage to keep in the state folder; 0 writes none.",
 )
+@option(
+    "--copies-gib",
+    envvar="SENTINEL_COPIES_GIB",
+    type=click.FloatRange(0, 1e6),
+    default=4.0,
+    help="Disk, in GiB, for copies of other stages' checkpoints; 0 keeps none.",
+)
 @option("--exit-when-done", is_flag=True, help="Leave after the last step instead of holding the model.")
 @invite_file_option("Take the invite from this file.")
 def join(invite: str | None, invite_file: Path | None, **options: Any) -> None:

@@ -21,9 +21,11 @@ from functools import partial
 from typing import Any
 
 from node.assembly import StageParts, assemble
+from node.checkpoint_server import CheckpointServer
 from node.checkpointer import Checkpointer
 from node.checkpoints import CheckpointStore
 from node.coordinator import SwarmWatch, fetch_step
+from node.custody import CopyStore, Custodian
 from node.device import available_memory_bytes, choose_device
 from node.dialback import DialBacks
 from node.drill import Drill, DrillPlan, parse_drill
@@ -352,6 +354,15 @@ class Node:
         data = StageData(manifest)
         store = CheckpointStore(self.folder.checkpoints_path, manifest, keep=self.settings.checkpoints)
         self.checkpointer = checkpointer = Checkpointer(store, manifest=manifest, metrics=self.metrics)
+        custodian = Custodian(
+            manifest=manifest,
+            transport=self.network.transport,
+            membership=membership,
+            metrics=self.metrics,
+            store=CopyStore.of(self.folder.copies_path, manifest, self.settings.copies_gib),
+            own=store.folder,
+        )
+        CheckpointServer(self.network.transport, custodian.folders)
         forming = Forming(
             manifest=manifest,
             membership=membership,
@@ -371,6 +382,7 @@ class Node:
             set_state=self.set_state,
             connected=self.network.transport.connected,
             ask_step=partial(fetch_step, self.network.transport),
+            restore=custodian.restore,
             rng=random.Random(),
         )
         self.stage = stage = await forming.claim()
@@ -382,6 +394,7 @@ class Node:
         trainer, whole = await self._build_trainer(place, device, data)
         membership.forming = False
         self._spawn(self._tell_progress())
+        self._spawn(custodian.run())
         await trainer.run(behind=place.behind or not whole)
         await self._finish()
 

@@ -25,6 +25,10 @@ STUCK_CHANCE = 0.25
 """With which a node then does so at each look, so that rarely two do at once."""
 MAX_ASKED = 7
 """Peers that are asked in which step they are."""
+RESTORE_SECONDS = 2.0
+"""How long claims must have been unchanged before a copy is fetched of a checkpoint that nobody offers."""
+RESTORE_PAUSE_SECONDS = 5.0
+"""Between two attempts."""
 SUCCESSION_SECONDS = 5.0
 """How long claims must have been unchanged before a stage without replicas goes on from an old checkpoint."""
 SUCCESSION_INTERVALS = 4
@@ -77,11 +81,13 @@ class Forming:
         excluded: Callable[[], set[str]],
         set_state: Callable[[NodeState, str], None],
         connected: Callable[[], Collection[str]],
+        restore: Callable[[int, int, Callable[[str], None]], Awaitable[Checkpoint | None]],
         ask_step: Callable[[str], Awaitable[int | None]],
         rng: random.Random,
     ) -> None:
         """``connected()`` lists the peers that answer: a claim may outlive its node. ``ask_step(peer)`` tells in which
-        step a peer says that it is, None if it does not answer."""
+        step a peer says that it is, None if it does not answer. ``restore(stage, at_most, tell)`` gets the newest
+        checkpoint of a stage, up to a step, from those who keep copies."""
         self._manifest = manifest
         self._swarm = bytes.fromhex(manifest.swarm_id)
         self._membership = membership
@@ -91,6 +97,9 @@ class Forming:
         self._rng = rng
         self._connected = connected
         self._ask_step = ask_step
+        self._restore = restore
+        self._checkpoints = list(applicant.checkpoints)
+        self._restore_after = 0.0
         self._offer: Checkpoint | None = None
 
     def fits(self, stage: int) -> bool:
@@ -151,6 +160,8 @@ class Forming:
             if claims != known:
                 known, changed, quiet = claims, time.monotonic(), 0.0
             meeting = meet(self._present(), self._manifest.num_stages)
+            if quiet > RESTORE_SECONDS and await self._restored(stage, meeting):
+                continue
             missing = self._membership.view.missing(self._manifest.stages.min_replicas, without=self._excluded())
             if not missing and (place := await self._place_at_start(stage, meeting, quiet)) is not None:
                 return place
@@ -189,7 +200,7 @@ class Forming:
 
     def _remembered_stage(self, claims: list[Claim]) -> int | None:
         """The stage of this node's newest checkpoint, unless the swarm trains and needs nodes elsewhere."""
-        fitting = [checkpoint for checkpoint in self._applicant.checkpoints if self.fits(checkpoint.stage)]
+        fitting = [checkpoint for checkpoint in self._checkpoints if self.fits(checkpoint.stage)]
         if not fitting:
             return None
         newest = max(fitting, key=lambda checkpoint: checkpoint.step)
@@ -240,7 +251,7 @@ class Forming:
 
     def _newest(self, stage: int, at_most: int | None = None) -> Checkpoint | None:
         """The newest checkpoint of a stage."""
-        found = {checkpoint.step: checkpoint for checkpoint in self._applicant.checkpoints if checkpoint.stage == stage}
+        found = {checkpoint.step: checkpoint for checkpoint in self._checkpoints if checkpoint.stage == stage}
         step = newest_at_most(found, max(found, default=0) if at_most is None else at_most)
         return None if step is None else found[step]
 
@@ -252,6 +263,24 @@ class Forming:
             "active_from": self._step,
             "pinned": self._applicant.pinned is not None or self._offer is not None,
         }
+
+    async def _restored(self, stage: int, meeting: Meeting) -> bool:
+        """Where nobody has anything of a stage that others wait for: get its checkpoint from those who keep copies."""
+        claims = [claim for claim in self._present() if claim.state in OFFERS and claim.peer != self._membership.me]
+        there = [claim for claim in self._training(stage) + self._waiting() if claim.stage == stage and claim.step > 0]
+        begun = any(claim.stage != stage and claim.step > 0 for claim in self._training(stage))
+        lost = not there and (begun or stage in meeting.lacking)
+        if self._offer is not None or not lost or time.monotonic() < self._restore_after:
+            return False
+        newest = max(claim.step for claim in claims) + 1
+        found = await self._restore(stage, newest, lambda text: self._set_state(self._waiting_state(), text))
+        self._restore_after = time.monotonic() + RESTORE_PAUSE_SECONDS
+        if found is None:
+            return False
+        self._checkpoints.append(found)
+        self._offer = found
+        await self._tell()
+        return True
 
     async def _tell(self, **changes: object) -> None:
         self._membership.update_claim(urgent=True, **changes, **self._offered())

@@ -20,6 +20,7 @@ METHODS: Final = tuple(method.value for method in Method)
 DHT_OPERATIONS: Final = ("store", "get")
 AUDIT_OUTCOMES: Final = ("honest", "guilty", "disputed", "parameters", "expired", "inconclusive", "skipped")
 AVERAGING_OUTCOMES: Final = ("committed", "refetched", "failed")
+COPY_OUTCOMES: Final = ("fetched", "failed", "skipped")
 CHECKPOINT_OUTCOMES: Final = ("written", "failed", "skipped", "damaged")
 
 REMOTE_KINDS: Final = tuple(

@@ -24,6 +24,7 @@ from node.metric_words import (
     AUDIT_ROLES,
     AVERAGING_OUTCOMES,
     CHECKPOINT_OUTCOMES,
+    COPY_OUTCOMES,
     DHT_OPERATIONS,
     DIRECTIONS,
     EJECTIONS,
@@ -180,6 +181,10 @@ class Metrics(Families):
         self.checkpoint_seconds = self._histogram(
             "checkpoint_seconds", "Seconds from the copy of the state until it is on disk.", STEP_BUCKETS
         )
+        self.copies = self._counter(
+            "checkpoint_copies_total", "Attempts to fetch a copy of another stage's checkpoint.", outcome=COPY_OUTCOMES
+        )
+        self.copies_bytes = self._gauge("checkpoint_copies_bytes", "Copies of other stages' checkpoints that are kept.")
         self.updates_lost = self._counter(
             "updates_lost_total",
             "Updates of this node's stage that went with its last replica, before this node took it up from an older "

@@ -50,6 +50,8 @@ class NodeSettings:
     drill_from: int = 0
     checkpoints: int = 2
     """Of this node's stage, so many are kept; 0 writes none."""
+    copies_gib: float = 4.0
+    """Disk for copies of other stages' checkpoints; 0 keeps none."""
     exit_when_done: bool = False
     """Leave after the manifest's last step instead of holding the model for export."""
 

@@ -69,7 +69,8 @@ class SimulatedSwarm:
     def join(
         self, name: str, *, stage: int | None = None, attack: str = "", invite: Invite | None = None, **settings: Any
     ) -> Member:
-        """Start a node. ``invite``: another one than the coordinator's."""
+        """Start a node. ``invite``: another one than the coordinator's. It keeps no copies unless told to."""
+        settings.setdefault("copies_gib", 0.0)
         return self._start(
             name,
             invite=invite if invite is not None else parse_invite(self._invite),

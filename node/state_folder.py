@@ -73,6 +73,11 @@ class StateFolder:
         return self.path / "verdicts.json"
 
     @property
+    def copies_path(self) -> Path:
+        """The folder of copies of other nodes' checkpoints, of all swarms."""
+        return self.path / "copies"
+
+    @property
     def checkpoints_path(self) -> Path:
         """The folder of the checkpoints, of all swarms."""
         return self.path / "checkpoints"

@@ -25,6 +25,9 @@ MAX_SKETCH_BYTES = 16 * 1024
 MAX_HOP_BYTES = MAX_SKETCH_BYTES + 1024
 MAX_RECEIPT_BYTES = 1024
 MAX_BOUNDARY_DIMENSIONS = 3
+MAX_OFFERED_CHECKPOINTS = 64
+MAX_CHECKPOINT_PART_BYTES = 1 << 18
+"""It travels on the control stream, where heartbeats must not wait long behind it."""
 MAX_CHUNKS = 4096
 """Of a snapshot: so many hashes fit the head of one frame."""
 
@@ -61,6 +64,8 @@ class Method(StrEnum):
     EVIDENCE = "evidence"
     PARAMETERS = "parameters"
     BASELINE = "baseline"
+    CHECKPOINTS = "checkpoints"
+    CHECKPOINT_PART = "checkpoint_part"
 
 
 _BULKY = frozenset(
@@ -74,8 +79,13 @@ STREAM_OF: dict[Method, StreamKind] = {
     method: StreamKind.TENSOR if method in _BULKY else StreamKind.CONTROL for method in Method
 }
 
-PUBLIC_METHODS = frozenset({Method.MANIFEST, Method.VIEW, Method.STATUS, Method.PUSH, Method.DIAL_BACK})
-"""What a peer without a claim may ask: enough to join, to look, and to announce a claim."""
+PUBLIC_METHODS = frozenset(
+    {
+        *(Method.MANIFEST, Method.VIEW, Method.STATUS, Method.PUSH, Method.DIAL_BACK),
+        *(Method.CHECKPOINTS, Method.CHECKPOINT_PART),
+    }
+)
+"""What a peer without a claim may ask: enough to join, to look, to announce a claim, and to take the model out."""
 
 
 def _peer(**keywords: object) -> object:
@@ -449,6 +459,32 @@ class Release:
     """I need your snapshot of ``step`` no longer."""
 
     step: int = _step()  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointQuery:
+    """Which checkpoints of this stage do you have on disk, of your own or as copies?"""
+
+    stage: int = integer(0, 1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOffers:
+    """The answer to CheckpointQuery: step, size of the file in bytes and digest of the parameters of each."""
+
+    steps: tuple[int, ...] = sequence(_step(), MAX_OFFERED_CHECKPOINTS)
+    sizes: tuple[int, ...] = sequence(integer(1, 1 << 40), MAX_OFFERED_CHECKPOINTS)
+    parameters: tuple[bytes, ...] = sequence(binary(32), MAX_OFFERED_CHECKPOINTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPart:
+    """Bytes of a checkpoint's file from ``offset`` on; the body of the answer."""
+
+    stage: int = integer(0, 1024)
+    step: int = _step()  # type: ignore[assignment]
+    offset: int = integer(0, 1 << 40)
+    length: int = integer(1, MAX_CHECKPOINT_PART_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,8 @@ CALLS: dict[Method, Call] = {
     Method.EVIDENCE: Call(messages.Evidence, "", messages.EvidenceAnswer, "tensors as they travelled"),
     Method.PARAMETERS: Call(messages.Parameters, "", _EMPTY, "the parameters"),
     Method.BASELINE: Call(messages.Baseline, "baselines", _EMPTY, ""),
+    Method.CHECKPOINTS: Call(messages.CheckpointQuery, "", messages.CheckpointOffers, ""),
+    Method.CHECKPOINT_PART: Call(messages.CheckpointPart, "", _EMPTY, "the bytes"),
 }
 
 STATEMENTS = (messages.Hop, messages.Receipt)

@@ -47,7 +47,7 @@ OPTIONS = {
     "join": {
         *NODE_OPTIONS,
         *("--stage", "--device", "--threads", "--drill", "--drill-from", "--checkpoints", "--exit-when-done"),
-        "--invite-file",
+        *("--invite-file", "--copies-gib"),
     },
     "status": {"--json", "--timeout", "--invite-file"},
     "observe": {"--http-host", "--http-port", "--interval", "--log-format", "--log-level", "--invite-file"},

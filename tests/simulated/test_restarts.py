@@ -273,6 +273,49 @@ async def test_too_old_a_checkpoint_waits_until_all_others_go_back_with_it(tmp_p
     assert {restored_step(member) for member in [again, *last]} == {min(held, *kept_steps(kept))}
 
 
+async def test_a_stage_whose_disk_is_lost_comes_back_from_copies(tmp_path: Path) -> None:
+    manifest = restart_manifest(steps=0, replicas=1, every=3)
+    async with simulated(tmp_path, manifest) as swarm:
+        await swarm.coordinate()
+        members = swarm.fill(1, copies_gib=1.0)
+        await until(lambda: all(copied(tmp_path, name, 1) for name in ("s0r0", "s2r0")))
+        assert not copied(tmp_path, "s1r0", 1), "a stage's own nodes keep no copies of it"
+        await killed([members[1]])
+        shutil.rmtree(tmp_path / "s1r0")
+        volunteer = swarm.join("volunteer")
+        others = [members[0], members[2]]
+        await until(lambda: volunteer.node.trainer is not None)
+        assert volunteer.node.stage == 1
+        stood = step_of(members[0])
+        await until(lambda: all(step_of(member) >= stood + 3 for member in [volunteer, *others]))
+        held = restored_step(volunteer)
+        assert held is not None and held > 0 and held % 3 == 0
+        assert volunteer.node.metrics.updates_lost._value.get() == stood - held
+
+
+async def test_a_swarm_that_was_killed_gets_a_lost_stage_from_copies(tmp_path: Path) -> None:
+    manifest = restart_manifest(steps=0, replicas=1, every=3)
+    async with simulated(tmp_path, manifest) as swarm:
+        await swarm.coordinate()
+        swarm.fill(1, copies_gib=1.0)
+        await until(lambda: all(copied(tmp_path, name, 1) for name in ("s0r0", "s2r0")))
+        await killed(swarm.members)
+    shutil.rmtree(tmp_path / "s1r0")
+    newest = max(step for name in ("s0r0", "s2r0") for step in copied(tmp_path, name, 1))
+    async with simulated(tmp_path, manifest) as swarm:
+        await swarm.coordinate()
+        members = [swarm.join("s0r0"), swarm.join("s2r0"), swarm.join("volunteer")]
+        await until(lambda: all(step_of(member) >= newest + 2 for member in members))
+    assert restored_step(members[2]) is not None
+    assert members[2].node.stage == 1
+
+
+def copied(folder: Path, member: str, stage: int) -> set[int]:
+    """The steps of a node's copies of another node's stage."""
+    found = [stage_and_step(path) for path in (folder / member / "copies").glob("*/stage-*.safetensors")]
+    return {step for place, step in found if place == stage}
+
+
 async def test_a_replica_with_other_parameters_takes_those_of_its_siblings(tmp_path: Path) -> None:
     manifest = restart_manifest(steps=8, replicas=3)
     await train_and_kill(tmp_path, manifest, 3, 4)
