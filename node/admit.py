@@ -59,8 +59,9 @@ def sign(folder: Path, manifest: Manifest, peer: str, *, days: int, revoke: bool
     file = AdmissionFile(folder)
     with file.locked():
         roll = _roll(file, manifest, now)
-        if len(roll) >= MAX_KNOWN and roll.of(peer) is None and not revoke:
-            raise UsageError(f"{MAX_KNOWN} admissions are known already, and nodes keep no more; wait until some end")
+        live = sum(roll.standing(known, now) is not Standing.EXPIRED for known in roll.peers())
+        if live >= MAX_KNOWN and roll.of(peer) is None and not revoke:
+            raise UsageError(f"{live} admissions and revocations hold already, and nodes keep no more; let some end")
         before = roll.standing(peer, now)
         admission = Admission(
             swarm=roll.swarm,
