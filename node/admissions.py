@@ -36,7 +36,7 @@ LONGEST_PAUSE_SECONDS = 10.0
 SYNC_SECONDS = 30.0
 """Between two questions to some peer whether there is news that did not get here."""
 FEW = 16
-"""So many are told on when a question brought them; more are what a newcomer or a healed cut catches up with."""
+"""So many are told on when another node brought them; more are what a newcomer or a healed cut catches up with."""
 WARN_SECONDS = 2 * DAY_SECONDS
 """Before its end an admission's volunteer is reminded of it."""
 PAGES = MAX_KNOWN // MAX_ADMISSIONS + 1
@@ -72,7 +72,7 @@ class Admissions:
         self._unsaved = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.roll = Roll(swarm=swarm, coordinator=coordinator, on_news=self._on_news)
-        self.reread()
+        self._read_file()
         self._unsaved.clear()
         transport.restrict(self.may_ask)
         transport.serve(Method.ADMISSIONS, Route(handler=self._serve))
@@ -183,12 +183,15 @@ class Admissions:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def ask(self, peer: str) -> list[bytes]:
-        """Learn from a peer what it knows of this node, and if this node is admitted, of all; returns the news.
+        """Learn what a peer knows of this node, and of all if it admits this node; then tell it what it lacks.
+
+        Returns what was news here.
 
         Raises:
             SentinelError: it does not answer, or not with admissions.
         """
         news: list[bytes] = []
+        theirs: set[bytes] = set()
         after = 0
         for _ in range(PAGES):
             own = (self.own,) if self.own else ()  # it may not know it, as after a restart of all
@@ -196,10 +199,17 @@ class Admissions:
             response = await self._transport.call(peer, Method.ADMISSIONS, question, timeout=ASK_SECONDS)
             answer = decode(Answer, response.head)
             news += self._take(answer.admissions)
-            last = max((self.roll.open(data, self._wall_clock()).serial for data in answer.admissions), default=0)
-            if not answer.more or last <= after:
+            theirs.update(answer.admissions)
+            if not answer.more or not answer.admissions:
+                break
+            last = self.roll.open(answer.admissions[-1], self._wall_clock()).serial
+            if last <= after:
                 break
             after = last
+        if answer.digest and answer.digest != self.roll.digest():
+            lacking = [data for data in self.roll.all_signed() if data not in theirs][-MAX_ADMISSIONS:]
+            if lacking:
+                await self._tell(peer, Question(news=tuple(lacking)))
         return news
 
     async def _ask_quietly(self, peer: str) -> None:
@@ -214,18 +224,21 @@ class Admissions:
 
     def reread(self) -> None:
         """Take in what ``sentinel admit`` has written since the last look, and tell others."""
+        self._spread(self._read_file())
+
+    def _read_file(self) -> list[bytes]:
+        news: list[bytes] = []
         if not self._file.changed():
-            return
+            return news
         try:
             admissions = self._file.read()
         except SentinelError as error:
             log.warning("%s", error)
-            return
-        news: list[bytes] = []
+            return news
         for data in admissions:
             with contextlib.suppress(RecordError):  # of another swarm, or damaged
                 news += self._take([data])
-        self._spread(news)
+        return news
 
     async def run(self) -> None:
         """Keep what is new, and ask others now and then for what did not get here."""
@@ -285,13 +298,14 @@ class Admissions:
     async def _serve(self, request: Request) -> Response:
         question = decode(Question, request.head)
         fresh = self._take(question.news)  # the first one that the coordinator has not signed ends it
-        self._spread(fresh, without=request.peer)
+        self._spread(fresh if len(fresh) <= FEW else [], without=request.peer)
         known = self.roll.signed(request.peer)
         own = (known,) if known else ()
-        if not self.admits(request.peer) or question.digest == self.roll.digest():
+        if not self.admits(request.peer):
             return Response(head=encode(Answer(admissions=own, more=False)))
-        page, more = self.roll.after(question.after, MAX_ADMISSIONS - 1)
-        return Response(head=encode(Answer(admissions=(*own, *page), more=more)))
+        digest = self.roll.digest()
+        page, more = ((), False) if question.digest == digest else self.roll.after(question.after, MAX_ADMISSIONS - 1)
+        return Response(head=encode(Answer(admissions=(*own, *page), more=more, digest=digest)))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -481,10 +481,14 @@ class Admissions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionsAnswer:
-    """The asker's own admission, then those that it asked for, by serial; ``more`` if there are further ones."""
+    """The asker's own admission, then those that it asked for, by serial; ``more`` if there are further ones.
+
+    ``digest`` is of all that I know, for those whom I admit.
+    """
 
     admissions: tuple[bytes, ...] = sequence(binary(longest=MAX_ADMISSION_BYTES), MAX_ADMISSIONS)
     more: bool = flag()
+    digest: bytes = binary(0, 32, default=b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,8 @@ EXAMPLES: list[Any] = [
     messages.Push(records=(b"one", b"two")),
     messages.Admissions(news=(bytes(messages.MAX_ADMISSION_BYTES),), after=0, digest=D32),
     messages.Admissions(),
-    messages.AdmissionsAnswer(admissions=(b"one", b"two"), more=True),
+    messages.AdmissionsAnswer(admissions=(b"one", b"two"), more=True, digest=D32),
+    messages.AdmissionsAnswer(admissions=(), more=False),
     messages.Empty(),
 ]
 FIELDS = [(example, entry.name) for example in EXAMPLES for entry in dataclasses.fields(example)]
