@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from node.state_folder import write_atomically
-from protocol.admissions import MAX_KNOWN, Admission, peek_admission
+from protocol.admissions import MAX_KNOWN, Admission, Roll, peek_admission
 from protocol.errors import RecordError, StateFolderError
+from protocol.manifest import Manifest
 from protocol.messages import MAX_ADMISSION_BYTES
 
 NAME = "admissions"
@@ -106,6 +107,15 @@ class AdmissionFile:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def known_here(file: AdmissionFile, manifest: Manifest, now: float) -> Roll:
+    """What the file says about the swarm of a manifest. Raises StateFolderError if it cannot be read."""
+    roll = Roll(swarm=bytes.fromhex(manifest.swarm_id), coordinator=manifest.admission.coordinator)
+    for data in file.read():
+        with contextlib.suppress(RecordError):  # of another swarm, or damaged
+            roll.take(data, now)
+    return roll
 
 
 def _lines(admissions: Iterable[bytes]) -> bytes:

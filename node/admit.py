@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.admission_file import AdmissionFile
+from node.admission_file import AdmissionFile, known_here
 from protocol.admissions import (
     DAY_SECONDS,
     MAX_ADMISSION_SECONDS,
@@ -18,7 +17,7 @@ from protocol.admissions import (
     Standing,
     sign_admission,
 )
-from protocol.errors import RecordError, SettingsError, UsageError
+from protocol.errors import SettingsError, UsageError
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 
@@ -58,7 +57,7 @@ def sign(folder: Path, manifest: Manifest, peer: str, *, days: int, revoke: bool
         raise UsageError("PEER_ID is this coordinator's own, which is always admitted; give a volunteer's")
     file = AdmissionFile(folder)
     with file.locked():
-        roll = _roll(file, manifest, now)
+        roll = known_here(file, manifest, now)
         live = sum(roll.standing(known, now) is not Standing.EXPIRED for known in roll.peers())
         if live >= MAX_KNOWN and roll.of(peer) is None and not revoke:
             raise UsageError(f"{live} admissions and revocations hold already, and nodes keep no more; let some end")
@@ -84,7 +83,7 @@ def listed(folder: Path, manifest: Manifest, *, now: float) -> list[tuple[Admiss
         SentinelError: the key or the file cannot be used.
     """
     _coordinator(folder, manifest)
-    roll = _roll(AdmissionFile(folder), manifest, now)
+    roll = known_here(AdmissionFile(folder), manifest, now)
     found = (roll.open(data, now) for data in roll.all_signed())
     return sorted(
         ((admission, roll.standing(admission.peer, now)) for admission in found), key=lambda entry: -entry[0].serial
@@ -115,14 +114,6 @@ def _coordinator(folder: Path, manifest: Manifest) -> Identity:
     identity = Identity.load(folder / "identity.key")
     check_coordinator(manifest, identity, folder)
     return identity
-
-
-def _roll(file: AdmissionFile, manifest: Manifest, now: float) -> Roll:
-    roll = Roll(swarm=bytes.fromhex(manifest.swarm_id), coordinator=manifest.admission.coordinator)
-    for data in file.read():
-        with contextlib.suppress(RecordError):  # of another swarm, or damaged
-            roll.take(data, now)
-    return roll
 
 
 def _newest_serial(roll: Roll) -> int:
