@@ -255,10 +255,13 @@ class Membership:
             except RecordError as error:
                 log.debug("a record is not taken: %s", error)
                 return False
+        stood = self.view.claims.get(record.peer) if isinstance(record, Claim) else None
         news = self.view.merge(record, data, self._wall_clock())
         if isinstance(record, Claim):
             if record.peer != self.me:
                 self._transport.learn(record.peer, record.addresses)
+            if stood is not None and record.step > stood.step:
+                self.notify()  # whoever waits may find that the others have gone on without it
             if record.peer in self.view.claims and self.lost.pop(record.peer, None) is not None:
                 self._publish_now.set()  # it has lost this node as well, and takes only a claim with a new number
         elif news:
