@@ -93,6 +93,8 @@ class Membership:
         self._publish_now = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._dialling: set[str] = set()
+        self._introduced: set[str] = set()
+        """Connected peers that have been shown this node's claim since."""
         self._extra_peers: dict[str, None] = {}
         self.lost: dict[str, tuple[str, ...]] = {}
         """Peers that vanished without giving their claim up, with their addresses, oldest first."""
@@ -358,10 +360,16 @@ class Membership:
     async def _connect_loop(self) -> None:
         while True:
             connected = self._transport.connected()
+            self._introduced &= connected
             for peer in self._wanted():
-                if peer not in connected and peer not in self._dialling:
+                if peer in self._dialling:
+                    continue
+                if peer not in connected:
                     self._dialling.add(peer)
                     self._spawn(self._dial(peer))
+                elif peer not in self._introduced:  # connected for another reason, before it had a claim
+                    self._introduced.add(peer)
+                    self._spawn(self._introduce_quietly(peer))
             await self._changed.wait()
 
     def _wanted(self) -> list[str]:
@@ -383,7 +391,11 @@ class Membership:
         finally:
             self._dialling.discard(peer)
         if peer in self._transport.connected():
+            self._introduced.add(peer)
             await self.introduce(peer)
+
+    async def _introduce_quietly(self, peer: str) -> None:
+        await self.introduce(peer)
 
     def _peer_gone(self, peer: str) -> None:
         if self.view.stage_of(peer) is None or peer in self._dialling:
