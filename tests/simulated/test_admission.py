@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from node.admission_file import AdmissionFile
+from node.admissions import Admissions
 from node.admit import sign
 from node.simulated_swarm import Member, SimulatedSwarm, simulated
-from protocol.admissions import Admission, Standing, sign_admission
+from protocol.admissions import DAY_SECONDS, Standing
 from protocol.errors import AdmissionError, RefusedError
 from protocol.identity import Identity
 from protocol.invite import parse_invite
@@ -37,7 +37,6 @@ def invited(folder: Path, **sections: Any) -> Manifest:
     return small_manifest(
         model={"layers": 2},
         stages={"layers_per_stage": [1, 1]},
-        network={"renew_seconds": 1.0},
         admission={"mode": "invited", "coordinator": coordinator.peer_id},
         **sections,
     )
@@ -54,20 +53,8 @@ class Office:
         """The key of a node that has not started yet."""
         return Identity.load_or_create(self._folder / name / "identity.key")
 
-    def admit(self, peer: str, *, revoke: bool = False) -> None:
-        sign(self._folder / "coordinator", self._manifest, peer, days=30, revoke=revoke, now=time.time())
-
-    def admit_for(self, peer: str, seconds: float) -> None:
-        """An admission that is over soon, which the command cannot make."""
-        now = time.time()
-        admission = Admission(
-            swarm=bytes.fromhex(self._manifest.swarm_id),
-            peer=peer,
-            serial=int(now * 1e6),
-            issued=now,
-            expires=now + seconds,
-        )
-        AdmissionFile(self._folder / "coordinator").add([sign_admission(self.identity("coordinator"), admission)])
+    def admit(self, peer: str, *, days: int = 30, revoke: bool = False) -> None:
+        sign(self._folder / "coordinator", self._manifest, peer, days=days, revoke=revoke, now=time.time())
 
 
 async def becomes(condition: Callable[[], bool]) -> None:
@@ -82,14 +69,18 @@ def trains(member: Member, step: int) -> Callable[[], bool]:
 
 
 async def under_way(members: list[Member]) -> None:
-    """Wait until they train, and say so in their claims: whoever comes now comes late, and knows it."""
+    """Wait until they train."""
     for member in members:
         await becomes(trains(member, 2))
-        await becomes(lambda view=member.node.membership.view: all(claim.step > 0 for claim in view.claims.values()))  # type: ignore[misc, union-attr]
 
 
 def knows(member: Member, peer: str) -> bool:
     return member.node.membership is not None and peer in member.node.membership.view.claims
+
+
+def admissions_of(member: Member) -> Admissions:
+    assert member.node.admissions is not None
+    return member.node.admissions
 
 
 async def admitted_pair(swarm: SimulatedSwarm, office: Office) -> list[Member]:
@@ -113,7 +104,7 @@ async def test_a_volunteer_waits_visibly_and_goes_on_by_itself_once_it_is_admitt
         await becomes(trains(late, 3))
         for member in pair:
             await becomes(lambda member=member: knows(member, late.peer))  # type: ignore[misc]
-            assert member.node.admissions is not None and member.node.admissions.admits(late.peer)
+            assert admissions_of(member).admits(late.peer)
 
 
 async def test_a_revoked_node_is_dropped_by_all_and_leaves_with_exit_code_4_while_the_rest_go_on(
@@ -135,8 +126,7 @@ async def test_a_revoked_node_is_dropped_by_all_and_leaves_with_exit_code_4_whil
         assert "revoked" in str(error) and f"sentinel admit {bad.peer}" in str(error)
         for member in (coordinator, *pair):
             await becomes(lambda member=member: not knows(member, bad.peer))  # type: ignore[misc]
-            assert member.node.admissions is not None
-            assert member.node.admissions.roll.standing(bad.peer, time.time()) is Standing.REVOKED
+            assert admissions_of(member).roll.standing(bad.peer, time.time()) is Standing.REVOKED
         step = max(member.node.step for member in pair)
         for member in pair:
             await becomes(trains(member, step + 2))
@@ -150,24 +140,30 @@ async def test_an_admission_that_ends_ends_the_node_and_one_that_is_renewed_does
     manifest = invited(tmp_path, training={"steps": 0})
     office = Office(tmp_path, manifest)
     async with simulated(tmp_path, manifest) as swarm:
-        await swarm.coordinate()
-        office.admit(office.identity("s0r0").peer_id)
-        for name in ("s1r0", "brief"):
-            office.admit_for(office.identity(name).peer_id, 20.0)
+        coordinator = await swarm.coordinate()
+        for name, days in (("s0r0", 30), ("s1r0", 1), ("brief", 1)):
+            office.admit(office.identity(name).peer_id, days=days)
         pair = swarm.fill(1)
         await under_way(pair)
         brief = swarm.join("brief", stage=1)
-        await becomes(trains(brief, 1))
-        office.admit(pair[1].peer)
+        await becomes(trains(brief, 3))
+        first = admissions_of(pair[1]).own
+        office.admit(pair[1].peer, days=30)
+        await becomes(lambda: admissions_of(pair[0]).roll.signed(pair[1].peer) != first)
+        await becomes(lambda: admissions_of(pair[1]).own != first)
+        for member in (coordinator, *pair, brief):  # two days pass
+            admissions_of(member)._wall_clock = lambda: time.time() + 2 * DAY_SECONDS
         async with asyncio.timeout(PATIENCE):
             error = await brief.outcome()
-        assert isinstance(error, AdmissionError) and "ended" in str(error)
-        await becomes(lambda: not knows(pair[0], brief.peer))
+        assert isinstance(error, AdmissionError) and "admission ended at" in str(error)
+        for member in pair:
+            await becomes(lambda member=member: not knows(member, brief.peer))  # type: ignore[misc]
         step = pair[0].node.step
         for member in pair:
             await becomes(trains(member, step + 2))
-        renewed = pair[0].node.membership
-        assert renewed is not None and renewed.view.claims[pair[1].peer].admission
+        membership = pair[0].node.membership
+        assert membership is not None
+        await becomes(lambda: membership.view.claims[pair[1].peer].admission == admissions_of(pair[1]).own != first)
 
 
 async def test_members_hand_out_admissions_when_the_coordinator_has_left(tmp_path: Path) -> None:
@@ -182,9 +178,7 @@ async def test_members_hand_out_admissions_when_the_coordinator_has_left(tmp_pat
         pair = await admitted_pair(swarm, office)
         for member in pair:
             await becomes(trains(member, 1))
-            admissions = member.node.admissions
-            assert admissions is not None
-            await becomes(lambda known=admissions.roll: {late, gone} <= set(known.peers()))  # type: ignore[misc]
+            await becomes(lambda member=member: {late, gone} <= set(admissions_of(member).roll.peers()))  # type: ignore[misc]
         await under_way(pair)
         coordinator.node.stop()
         await coordinator.outcome()
@@ -216,7 +210,7 @@ async def test_a_stranger_gets_only_what_joining_and_looking_need(tmp_path: Path
             assert list(known.head["admissions"]) == [] and known.head["more"] is False
 
             own = claim(mallory.peer_id, 0, swarm=host.node.swarm, expires=time.time() + 30.0)
-            for admission in (b"", host.node.admissions.own if host.node.admissions else b"", b"noise"):
+            for admission in (b"", admissions_of(host).own, b"noise"):
                 data = sign_claim(mallory, replace(own, admission=admission))
                 with pytest.raises(RefusedError) as caught:
                     await transport.call(host.peer, Method.PUSH, Push(records=(data,)), timeout=5)

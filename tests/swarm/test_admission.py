@@ -27,7 +27,7 @@ async def admit(swarm: Swarm, *arguments: str) -> str:
 
 
 async def trains(swarm: Swarm, node: Child, steps: int) -> None:
-    """Wait until a node has trained so many more steps than it has now, and its claim may say so."""
+    """Wait until a node has trained so many more steps than it has now."""
     begun = max(0, (await swarm.status(node)).get("step", 0))
     await swarm.until(
         node,
@@ -48,7 +48,6 @@ async def test_an_invited_swarm_forms_lets_in_whom_it_admits_and_goes_on_without
         model={"layers": 2},
         stages={"layers_per_stage": [1, 1]},
         training={"steps": 0},
-        network={"renew_seconds": 1.0},
         admission={"mode": "invited", "coordinator": coordinator.peer_id},
     )
     async with running(tmp_path, manifest) as swarm:
