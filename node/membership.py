@@ -91,7 +91,7 @@ class Membership:
         self._claim: Claim | None = None
         self._changed = asyncio.Event()
         self._publish_now = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._dialling: set[str] = set()
         self._introduced: set[str] = set()
         """Connected peers that have been shown this node's claim since."""
@@ -369,7 +369,7 @@ class Membership:
                     self._spawn(self._dial(peer))
                 elif peer not in self._introduced:  # connected for another reason, before it had a claim
                     self._introduced.add(peer)
-                    self._spawn(self._introduce_quietly(peer))
+                    self._spawn(self.introduce(peer))
             await self._changed.wait()
 
     def _wanted(self) -> list[str]:
@@ -393,9 +393,6 @@ class Membership:
         if peer in self._transport.connected():
             self._introduced.add(peer)
             await self.introduce(peer)
-
-    async def _introduce_quietly(self, peer: str) -> None:
-        await self.introduce(peer)
 
     def _peer_gone(self, peer: str) -> None:
         if self.view.stage_of(peer) is None or peer in self._dialling:
@@ -423,7 +420,7 @@ class Membership:
         """Whether a peer has a live claim and is connected, or is being dialled for the first time."""
         return peer == self.me or peer in self.view.claims
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
