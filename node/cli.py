@@ -13,10 +13,19 @@ from typing import Any
 
 import click
 
-from node.cli_options import device_option, invite_file_option, invited, node_options, option, state_option
+from node.admit_cli import admit
+from node.cli_options import (
+    device_option,
+    invite_file_option,
+    invited,
+    node_options,
+    option,
+    read_manifest,
+    state_option,
+)
 from node.drill_names import CONDUCT_ATTACKS, TENSOR_ATTACKS
 from node.version import VERSION
-from protocol.errors import ManifestError, PreflightError, SentinelError, UsageError
+from protocol.errors import PreflightError, SentinelError, UsageError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -90,18 +99,22 @@ def demo(**options: Any) -> None:
 @option("--data", default="stdlib", help="stdlib, or file:PATH.")
 @option("--min-replicas", type=click.IntRange(1, 256), default=1, help="Replicas of each stage before the start.")
 @option("--allow-drills", is_flag=True, help="Let nodes join as attackers for practice.")
+@option("--invited", is_flag=True, help="Admit only peers for whom this machine's identity has run `sentinel admit`.")
+@state_option
 @option("--force", is_flag=True, help="Overwrite the file.")
-def init(path: Path, force: bool, **choices: Any) -> None:
+def init(path: Path, force: bool, invited: bool, state_dir: Path | None, **choices: Any) -> None:
     """Write a commented swarm.toml, the manifest of a new swarm.
 
     \b
     Example:  sentinel init --name tiny --stages 3 --layers 6
+              sentinel init --invited
     """
-    from node.initialise import describe, new_manifest
+    from node.initialise import coordinator_here, describe, new_manifest
 
     if path.exists() and not force:
         raise UsageError(f"{path} exists already; use --force to overwrite it, or name another file")
-    manifest, text = new_manifest(**choices)
+    coordinator = coordinator_here(state_dir) if invited else ""
+    manifest, text = new_manifest(coordinator=coordinator, **choices)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -109,6 +122,10 @@ def init(path: Path, force: bool, **choices: Any) -> None:
     click.echo(f"wrote {path}")
     click.echo(describe(manifest))
     click.echo(f"next: edit it if you like, then run: sentinel coordinate {path}")
+    if invited:
+        click.echo(
+            f"only {coordinator}, the identity here, can coordinate it; for each volunteer: sentinel admit PEER_ID"
+        )
 
 
 @cli.command()
@@ -123,14 +140,10 @@ def coordinate(path: Path, **options: Any) -> None:
     \b
     Example:  sentinel coordinate swarm.toml --port 31330
     """
-    from protocol.manifest import Manifest
+    _run_node(manifest=read_manifest(path), **options)
 
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ManifestError(f"cannot read {path}: {reason}; write one with: sentinel init {path}") from None
-    _run_node(manifest=Manifest.from_toml(text), **options)
+
+cli.add_command(admit)
 
 
 @cli.command()
@@ -202,6 +215,7 @@ def _hear_sigterm() -> None:
 
 
 def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **options: Any) -> None:
+    from node.admit import check_coordinator
     from node.settings import NodeSettings
     from node.state_folder import StateFolder
     from protocol.identity import Identity
@@ -209,6 +223,8 @@ def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **opti
     settings = NodeSettings(state_dir=StateFolder.resolve(state_dir), **options)
     with StateFolder(settings.state_dir) as folder:
         identity = Identity.load_or_create(folder.identity_path)
+        if settings.manifest is not None:
+            check_coordinator(settings.manifest, identity, folder.path)
         _hear_sigterm()
         # This takes in torch and hivemind: seconds, for which no mistake above need wait.
         from node.run import run_node

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from protocol.errors import InviteError, UsageError
+from protocol.errors import InviteError, ManifestError, UsageError
 
 if TYPE_CHECKING:
     from protocol.invite import Invite
+    from protocol.manifest import Manifest
 
 
 def option(*names: str, **keywords: Any) -> Callable[[Any], Any]:
@@ -110,3 +111,15 @@ def invited(invite: str | None, file: Path | None) -> Invite:
             f"an invite is needed: sentinel {context.info_name} INVITE, or set SENTINEL_INVITE or SENTINEL_INVITE_FILE"
         )
     return parse_invite(invite)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file. Raises ManifestError if it cannot be read, or is none."""
+    from protocol.manifest import Manifest
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ManifestError(f"cannot read {path}: {reason}; write one with: sentinel init {path}") from None
+    return Manifest.from_toml(text)

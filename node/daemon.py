@@ -20,6 +20,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from node.admission_file import AdmissionFile
+from node.admissions import Admissions
 from node.assembly import StageParts, assemble
 from node.checkpoint_server import CheckpointServer
 from node.checkpointer import Checkpointer
@@ -104,6 +106,8 @@ class Node:
         """Set once this node has an invite to hand out."""
         self.http_address: tuple[str, int] | None = None
         self.membership: Membership | None = None
+        self.admissions: Admissions | None = None
+        """Who may take part; None in an open swarm."""
         self.guard: Guard | None = None
         self.trainer: Trainer | None = None
         self.pipeline: Pipeline | None = None
@@ -253,6 +257,7 @@ class Node:
             async def enter(seed: str) -> tuple[str, Manifest]:
                 self._check_clock(seed)
                 manifest = await self.network.fetch_manifest(seed)
+                await self._obtain_admission(manifest, seed)
                 await self.network.join_records(seed, [*invited, *cached])
                 return seed, manifest
 
@@ -273,6 +278,27 @@ class Node:
         membership.start()
         self._spawn(self._look_for_the_lost(membership))
         await membership.refresh()
+
+    async def _obtain_admission(self, manifest: Manifest, seed: str) -> None:
+        """Wait, in an invited swarm, until this node is admitted."""
+        if (admissions := self._begin_admissions(manifest)) is not None:
+            others = {peer for peer, _ in by_peer(self.settings.invite.addresses if self.settings.invite else ())}
+            await admissions.obtain(seed, others, lambda why: self.set_state(NodeState.BOOTSTRAPPING, why))
+
+    def _begin_admissions(self, manifest: Manifest) -> Admissions | None:
+        if self.admissions is None and manifest.admission.mode == "invited":
+            self.admissions = Admissions(
+                me=self.identity.peer_id,
+                swarm=self.swarm,
+                coordinator=manifest.admission.coordinator,
+                transport=self.network.transport,
+                store=self.network.store,
+                file=AdmissionFile(self.folder.path),
+                metrics=self.metrics,
+                on_excluded=self._fail,
+            )
+            self._spawn(self.admissions.run())
+        return self.admissions
 
     async def _look_for_the_lost(self, membership: Membership) -> None:
         invited = () if self.settings.invite is None else self.settings.invite.addresses
@@ -311,6 +337,7 @@ class Node:
             transport=self.network.transport,
             store=self.network.store,
             on_finding=self._finding,
+            admissions=self._begin_admissions(manifest),
         )
         return self.membership
 
@@ -330,6 +357,8 @@ class Node:
 
     def _told_by_watch(self, who_is_there: str) -> None:
         self.folder.save_peers(self._peer_addresses())
+        if self.admissions is not None:
+            self.admissions.reread()
         self.set_state(NodeState.WAITING, who_is_there)
 
     async def _train(self) -> None:
@@ -510,6 +539,8 @@ class Node:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.membership is not None:
             await self.membership.stop()
+        if self.admissions is not None:
+            await self.admissions.stop()
         await self.network.close()
         if self._worker is not None:
             await asyncio.to_thread(self._worker.close)

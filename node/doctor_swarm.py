@@ -9,14 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from node.admission_file import AdmissionFile, known_here
 from node.dialback import TOKEN_BYTES
 from node.doctor import LEAST_MEMORY_BYTES, Plan, available_bytes
 from node.findings import Finding, bad, good, note
 from node.settings import MAX_CLOCK_OFFSET_SECONDS
 from protocol import fields
+from protocol.admissions import DAY_SECONDS, Standing
 from protocol.errors import RemoteError, SentinelError
+from protocol.identity import Identity
 from protocol.invite import Invite, parse_multiaddr
 from protocol.manifest import Manifest
 from protocol.messages import DialBack, DialBackAnswer, Method
@@ -61,6 +65,8 @@ def swarm(plan: Plan, invite: Invite) -> list[Finding]:
     if said.round_trip > SLOW_SECONDS:
         found.append(note("network", "the node of the invite is slow to answer", "expect little; try a nearer swarm"))
     found.append(clock(said.clock_offset))
+    if said.manifest.admission.mode == "invited":
+        found.append(admission(said.manifest, plan.state_dir, now=time.time()))
     found.extend(fit(said.manifest, said.claims, available_bytes(plan)))
     found.append(reachability(said.dialled_back, reached=reached, chosen=plan.port != 0))
     found.append(peers(said.claims, dials))
@@ -102,6 +108,22 @@ def clock(offset: float) -> Finding:
     if abs(offset) > GOOD_CLOCK_OFFSET_SECONDS:
         return note("clock", text, "let a time service keep this machine's clock")
     return good("clock", text)
+
+
+def admission(manifest: Manifest, state_dir: Path, *, now: float) -> Finding:
+    """Whether an invited swarm has admitted this machine's identity, as far as its state folder tells."""
+    name = "admission"
+    try:
+        peer = Identity.load(state_dir / "identity.key").peer_id
+        roll = known_here(AdmissionFile(state_dir), manifest, now)
+    except SentinelError:
+        return note(name, "by peer id, and there is no identity here yet", "`sentinel join` makes one, and waits")
+    standing, known = roll.standing(peer, now), roll.of(peer)
+    if standing is Standing.ADMITTED:
+        return good(
+            name, f"admitted for {(known.expires - now) / DAY_SECONDS:.0f} days" if known else "the coordinator"
+        )
+    return note(name, f"by peer id; this one is {standing} here", f"ask the coordinator to run: sentinel admit {peer}")
 
 
 def fit(manifest: Manifest, claims: tuple[Claim, ...], free: int | None) -> list[Finding]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from node.state_folder import StateFolder
+from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.manifest_template import render
 
@@ -20,8 +23,9 @@ def new_manifest(
     data: str,
     min_replicas: int,
     allow_drills: bool,
+    coordinator: str = "",
 ) -> tuple[Manifest, str]:
-    """The manifest and its commented text.
+    """The manifest and its commented text. ``coordinator``: peer id of whoever admits; empty if all may join.
 
     Raises:
         ManifestError: the choices contradict each other.
@@ -42,9 +46,20 @@ def new_manifest(
         "training": {"steps": steps},
         "data": {"source": data},
         "verifier": {"allow_drills": allow_drills},
+        "admission": {"mode": "invited" if coordinator else "open", "coordinator": coordinator},
     }
     manifest = Manifest.from_mapping(values)
     return manifest, render(manifest)
+
+
+def coordinator_here(state_dir: Path | None) -> str:
+    """The peer id of this machine's identity, which is made if there is none.
+
+    Raises:
+        IdentityError, StateFolderError: it cannot be read or made.
+    """
+    folder = StateFolder.resolve(state_dir)
+    return Identity.load_or_create(StateFolder(folder).identity_path).peer_id
 
 
 def describe(manifest: Manifest) -> str:

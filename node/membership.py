@@ -15,9 +15,10 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from node.admissions import Admissions
 from node.view import TAKES_WORK, View
 from node.wakefulness import TICK_SECONDS, Wakefulness
-from protocol.errors import RecordError, SentinelError
+from protocol.errors import RecordError, RefusedError, SentinelError
 from protocol.fields import decode
 from protocol.identity import Identity
 from protocol.messages import Empty, Method, Push
@@ -72,8 +73,10 @@ class Membership:
         transport: DialingTransport,
         store: RecordKeeper,
         on_finding: Callable[[Accusation | Verdict], None],
+        admissions: Admissions | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """``admissions``: who may take part, in an invited swarm."""
         self.view = View(num_stages)
         self._identity = identity
         self._swarm = swarm
@@ -82,11 +85,16 @@ class Membership:
         self._store = store
         self._on_finding = on_finding
         self._wall_clock = wall_clock
+        self._admissions = admissions
+        if admissions is not None:
+            admissions.targets = self._push_targets
         self._claim: Claim | None = None
         self._changed = asyncio.Event()
         self._publish_now = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._dialling: set[str] = set()
+        self._introduced: set[str] = set()
+        """Connected peers that have been shown this node's claim since."""
         self._extra_peers: dict[str, None] = {}
         self.lost: dict[str, tuple[str, ...]] = {}
         """Peers that vanished without giving their claim up, with their addresses, oldest first."""
@@ -156,6 +164,7 @@ class Membership:
             self._claim,
             sequence=self._claim.sequence + 1,
             expires=self._wall_clock() + self._timing.lease,
+            admission=b"" if self._admissions is None else self._admissions.own,
         )
         data = sign_claim(self._identity, self._claim)
         if self.view.merge(self._claim, data, self._wall_clock()):
@@ -194,7 +203,9 @@ class Membership:
             try:
                 for message in messages:
                     await self._transport.call(peer, Method.PUSH, message, timeout=PUSH_SECONDS)
-            except SentinelError:
+            except SentinelError as error:
+                if self._admissions is not None and isinstance(error, RefusedError) and error.kind == "not_admitted":
+                    self._admissions.refused_by(peer)
                 return False  # it will read the DHT, or is gone, which its control stream tells
             return True
 
@@ -240,10 +251,19 @@ class Membership:
         """Merge one checked record; true if it was news."""
         if isinstance(record, Claim) and self.view.signed.get(record.peer) == data:
             return False  # most of what the DHT holds is known
+        if self._admissions is not None:
+            try:
+                self._admissions.check(record)
+            except RecordError as error:
+                log.debug("a record is not taken: %s", error)
+                return False
+        stood = self.view.claims.get(record.peer) if isinstance(record, Claim) else None
         news = self.view.merge(record, data, self._wall_clock())
         if isinstance(record, Claim):
             if record.peer != self.me:
                 self._transport.learn(record.peer, record.addresses)
+            if stood is not None and record.step > stood.step:
+                self.notify()  # whoever waits may find that the others have gone on without it
             if record.peer in self.view.claims and self.lost.pop(record.peer, None) is not None:
                 self._publish_now.set()  # it has lost this node as well, and takes only a claim with a new number
         elif news:
@@ -262,6 +282,8 @@ class Membership:
                     raise
                 continue  # it ran out on the way; the rest is still good
             self.take(record, data)
+        if self._admissions is not None:  # whose claim, among these, has brought its admission
+            self._admissions.refuse_stranger(request.peer)
         return Response()
 
     def remember_peer(self, peer: str) -> None:
@@ -318,18 +340,36 @@ class Membership:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self.wakefulness.tick()
+            self._part_with_strangers()
             if ended := self.view.expire(self._wall_clock()):
                 for claim in ended:
                     self._lose(claim)
                 self.notify()
 
+    def _part_with_strangers(self) -> None:
+        """Drop whoever was admitted and is so no longer: its claim, its streams, and the search for it."""
+        if self._admissions is None:
+            return
+        for peer in self._admissions.look({*self.view.claims, *self.lost}):
+            self.lost.pop(peer, None)
+            if self.view.mark_gone(peer) is not None:
+                log.info("peer %s is admitted no longer", peer[-8:])
+                self._transport.drop(peer)
+                self.notify()
+
     async def _connect_loop(self) -> None:
         while True:
             connected = self._transport.connected()
+            self._introduced &= connected
             for peer in self._wanted():
-                if peer not in connected and peer not in self._dialling:
+                if peer in self._dialling:
+                    continue
+                if peer not in connected:
                     self._dialling.add(peer)
                     self._spawn(self._dial(peer))
+                elif peer not in self._introduced:  # connected for another reason, before it had a claim
+                    self._introduced.add(peer)
+                    self._spawn(self.introduce(peer))
             await self._changed.wait()
 
     def _wanted(self) -> list[str]:
@@ -351,6 +391,7 @@ class Membership:
         finally:
             self._dialling.discard(peer)
         if peer in self._transport.connected():
+            self._introduced.add(peer)
             await self.introduce(peer)
 
     def _peer_gone(self, peer: str) -> None:
@@ -379,7 +420,7 @@ class Membership:
         """Whether a peer has a live claim and is connected, or is being dialled for the first time."""
         return peer == self.me or peer in self.view.claims
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

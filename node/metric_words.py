@@ -40,8 +40,10 @@ REQUEST_OUTCOMES: Final = ("ok", "timeout", "unreachable", "cancelled", *REMOTE_
 
 RECORD_KINDS: Final = (
     *("record", "foreign_swarm", "expired", "too_far_ahead", "signature", "shape", "size", "type"),
-    *("unknown_kind", "range", "owner", "key", "expiry"),
+    *("unknown_kind", "range", "owner", "key", "expiry", "not_admitted"),
 )
+
+REFUSED_WHERE: Final = ("stream", "record")
 
 WIRE_DIRECTIONS: Final = ("in", "out")
 STREAMS: Final = tuple(stream.value for stream in StreamKind)

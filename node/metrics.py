@@ -33,6 +33,7 @@ from node.metric_words import (
     PHASES,
     REASONS,
     RECORD_KINDS,
+    REFUSED_WHERE,
     REMOTE_KINDS,
     REQUEST_OUTCOMES,
     ROLES,
@@ -212,6 +213,14 @@ class Metrics(Families):
             "dht_seconds", "Seconds of a DHT operation.", DHT_BUCKETS, operation=DHT_OPERATIONS
         )
         self.dht_failures = self._counter("dht_failures_total", "DHT operations that failed.", operation=DHT_OPERATIONS)
+        self.strangers = self._counter(
+            "strangers_refused_total",
+            "Requests and records of peers that an invited swarm has not admitted, refused by this node.",
+            where=REFUSED_WHERE,
+        )
+        self.admissions_known = self._gauge(
+            "admissions_known", "Admissions and revocations that this node knows; 0 in an open swarm."
+        )
         self.record_rejects = self._counter(
             "record_rejects_total", "DHT records refused, by what was wrong.", kind=RECORD_KINDS
         )

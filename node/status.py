@@ -66,6 +66,7 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         "bytes_out": counters.bytes_out,
         "drill": _drill(node),
         "replicas": _replicas(node)[: BRIEF_REPLICAS if brief else None],
+        "admission": node.admissions.status() if node.admissions is not None else None,
         "events": telemetry.event_dicts(BRIEF_EVENTS if brief else 300),
         "http": list(node.http_address) if node.http_address is not None else None,
     }

@@ -21,6 +21,11 @@ MAX_MICROBATCHES = 4096
 MAX_REPLICAS = 256
 MAX_RECORDS = 512
 MAX_RECORD_BYTES = 4096
+MAX_ADMISSION_BYTES = 512
+"""Twice what one takes now."""
+MAX_ADMISSIONS = 256
+"""In one message: half of what the head of a frame may hold."""
+MAX_SERIAL = 2**63 - 1
 MAX_SKETCH_BYTES = 16 * 1024
 MAX_HOP_BYTES = MAX_SKETCH_BYTES + 1024
 MAX_RECEIPT_BYTES = 1024
@@ -47,6 +52,7 @@ class Method(StrEnum):
     STATUS = "status"
     DIAL_BACK = "dial_back"
     PUSH = "push"
+    ADMISSIONS = "admissions"
     END = "end"
     SHARE_DONE = "share_done"
     ROUND_JOIN = "round_join"
@@ -80,12 +86,14 @@ STREAM_OF: dict[Method, StreamKind] = {
 }
 
 PUBLIC_METHODS = frozenset(
-    {
-        *(Method.MANIFEST, Method.VIEW, Method.STATUS, Method.PUSH, Method.DIAL_BACK),
-        *(Method.CHECKPOINTS, Method.CHECKPOINT_PART),
-    }
+    {Method.MANIFEST, Method.VIEW, Method.STATUS, Method.PUSH, Method.DIAL_BACK, Method.ADMISSIONS}
 )
-"""What a peer without a claim may ask: enough to join, to look, to announce a claim, and to take the model out."""
+"""What a peer without a claim, or without an admission where one is needed, may ask: enough to join, to look, and to
+announce a claim."""
+
+MODEL_METHODS = frozenset({Method.CHECKPOINTS, Method.CHECKPOINT_PART})
+"""What a peer without a claim may ask as well, in an invited swarm only with an admission: enough to take the model
+out."""
 
 
 def _peer(**keywords: object) -> object:
@@ -492,6 +500,30 @@ class Push:
     """Signed records that I know: claims and accusations."""
 
     records: tuple[bytes, ...] = sequence(binary(longest=MAX_RECORD_BYTES), MAX_RECORDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admissions:
+    """Signed admissions that are news, and a question for others: those with a serial above ``after``.
+
+    Whoever is not admitted itself is told of itself only. Whoever knows the same already (``digest``) is told nothing.
+    """
+
+    news: tuple[bytes, ...] = sequence(binary(longest=MAX_ADMISSION_BYTES), MAX_ADMISSIONS, default=())
+    after: int = integer(0, MAX_SERIAL, default=MAX_SERIAL)
+    digest: bytes = binary(0, 32, default=b"")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionsAnswer:
+    """The asker's own admission, then those that it asked for, by serial; ``more`` if there are further ones.
+
+    ``digest`` is of all that I know, for those whom I admit.
+    """
+
+    admissions: tuple[bytes, ...] = sequence(binary(longest=MAX_ADMISSION_BYTES), MAX_ADMISSIONS)
+    more: bool = flag()
+    digest: bytes = binary(0, 32, default=b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,19 @@ def sized_bytes(*sizes: int) -> Check:
     return check
 
 
+def short_bytes(longest: int) -> Check:
+    """Bytes of at most this length."""
+
+    def check(name: str, value: object) -> bytes:
+        if type(value) is not bytes:
+            raise _wrong_type(name, "bytes")
+        if len(value) > longest:
+            raise _out_of_range(name, f"at most {longest} bytes")
+        return value
+
+    return check
+
+
 def printable(shortest: int, longest: int) -> Check:
     """Text on one line, safe to show: no control characters and none that reorder a line."""
 

@@ -17,7 +17,7 @@ from protocol.errors import RecordError
 from protocol.fields import MAX_STEP
 from protocol.identity import SIGNATURE_BYTES, Identity, verify
 from protocol.invite import parse_multiaddr
-from protocol.messages import MAX_RECORD_BYTES
+from protocol.messages import MAX_ADMISSION_BYTES, MAX_RECORD_BYTES
 from protocol.packing import pack, unpack
 from protocol.receipts import check_draw, check_vote
 from protocol.record_fields import (
@@ -28,6 +28,7 @@ from protocol.record_fields import (
     one_of,
     positive_number,
     printable,
+    short_bytes,
     signed_by_peers,
     sized_bytes,
     whole,
@@ -89,6 +90,8 @@ class Claim:
         expires: Unix seconds.
         label: the volunteer's name for the node. agent: its software. drill: the attack it plays, or "".
         pinned: whether it never moves, since its volunteer chose the stage or it has a checkpoint of it.
+        admission: in an invited swarm the coordinator's signed admission of this peer, whose own rules see
+            ``protocol.admissions``; else b"", and then not in the payload.
     """
 
     swarm: bytes
@@ -107,6 +110,7 @@ class Claim:
     agent: str = ""
     drill: str = ""
     pinned: bool = False
+    admission: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +187,7 @@ _CLAIM_CHECKS: dict[str, Check] = {
     "agent": printable(0, MAX_LABEL_CHARS),
     "drill": printable(0, MAX_LABEL_CHARS),
     "pinned": boolean,
+    "admission": short_bytes(MAX_ADMISSION_BYTES),
 }
 _ACCUSATION_CHECKS: dict[str, Check] = {
     "swarm": _swarm,
@@ -215,6 +220,8 @@ _CHECKS = {
 }
 _FLOAT_FIELDS = frozenset({"capacity", "expires"})
 """Written as floats even where a caller gives whole numbers."""
+_LEFT_OUT = frozenset({"admission"})
+"""Not in the payload where it is empty, so that the claims of open swarms do not grow."""
 
 
 def sign_claim(identity: Identity, claim: Claim) -> bytes:
@@ -303,6 +310,7 @@ def _sign(identity: Identity, kind: RecordKind, record: Record, writer: str) -> 
     if writer != identity.peer_id:
         raise ValueError(f"this identity, {identity.peer_id}, cannot sign a record of {writer}")
     values = {field.name: getattr(record, field.name) for field in fields(record)}
+    values = {name: value for name, value in values.items() if value or name not in _LEFT_OUT}
     payload = pack(values | {name: float(values[name]) for name in _FLOAT_FIELDS & values.keys()})
     try:
         _read_payload(kind, payload)
@@ -346,10 +354,10 @@ def _read_payload(kind: RecordKind, payload: bytes) -> Record:
     if not isinstance(values, dict):
         raise RecordError("the payload of the record is not a map", kind="shape")
     checks = _CHECKS[kind]
-    missing = [name for name in checks if name not in values]
+    missing = [name for name in checks if name not in values and name not in _LEFT_OUT]
     if missing:
         raise RecordError(f"the record lacks the field {missing[0]}", kind="shape")
-    checked = {name: check(name, values[name]) for name, check in checks.items()}
+    checked = {name: check(name, values[name]) for name, check in checks.items() if name in values}
     if kind is RecordKind.CLAIM:
         return _own_addresses_only(Claim(**checked))  # type: ignore[arg-type]  # each value has passed its check
     if kind is RecordKind.VERDICT:

@@ -19,7 +19,7 @@ from typing import Any
 
 from protocol import framing, messages
 from protocol.fields import words_of
-from protocol.messages import PUBLIC_METHODS, STREAM_OF, Method, StreamKind
+from protocol.messages import MODEL_METHODS, PUBLIC_METHODS, STREAM_OF, Method, StreamKind
 from scripts.protocol_vectors import vectors
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -47,6 +47,7 @@ CALLS: dict[Method, Call] = {
     Method.STATUS: Call(_EMPTY, "", _EMPTY, "JSON, as at `/status`"),
     Method.DIAL_BACK: Call(messages.DialBack, "", messages.DialBackAnswer, ""),
     Method.PUSH: Call(messages.Push, "", _EMPTY, ""),
+    Method.ADMISSIONS: Call(messages.Admissions, "", messages.AdmissionsAnswer, ""),
     Method.END: Call(messages.End, "", messages.EndAnswer, ""),
     Method.SHARE_DONE: Call(messages.ShareDone, "", messages.ShareAnswer, ""),
     Method.ROUND_JOIN: Call(messages.RoundJoin, "", messages.RoundAnswer, ""),
@@ -122,7 +123,7 @@ def _methods() -> str:
     rows = []
     for method, call in CALLS.items():
         stream = "tensor" if STREAM_OF[method] is StreamKind.TENSOR else "control"
-        who = "anybody" if method in PUBLIC_METHODS else "claim"
+        who = "anybody" if method in PUBLIC_METHODS else "admitted" if method in MODEL_METHODS else "claim"
         asked, answered = _side(call.message, call.body), _side(call.answer, call.answer_body)
         rows.append((f"`{method.value}`", stream, who, asked, answered))
     return _table(("method", "stream", "who may ask", "request", "answer"), rows)

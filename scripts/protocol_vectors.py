@@ -14,6 +14,7 @@ import torch
 from node.rounds import aggregate_digest
 from node.wiring import assign_microbatches, shuffled, wire
 from protocol import fields
+from protocol.admissions import Admission, sign_admission
 from protocol.framing import FrameKind, encode_head
 from protocol.hops import body_digest, sign_hop, sign_tokens, sketch_key
 from protocol.identity import Identity
@@ -60,6 +61,7 @@ def vectors() -> dict[str, Any]:
         "sketch": _sketch(swarm),
         "statements": _statements(swarm),
         "records": _records(swarm),
+        "admission": _admission(swarm),
         "wiring": _wiring(swarm),
         "jury": _jury(swarm),
         "aggregate_digest": _aggregate(),
@@ -240,6 +242,11 @@ def _records(swarm: bytes) -> list[dict[str, str]]:
         }
         for record, data in signed
     ]
+
+
+def _admission(swarm: bytes) -> dict[str, str]:
+    admission = Admission(swarm=swarm, peer=TWO.peer_id, serial=3, issued=TIME, expires=TIME + 30 * 86_400.0)
+    return {"by": ONE.peer_id, "bytes": sign_admission(ONE, admission).hex()}
 
 
 def _wiring(swarm: bytes) -> dict[str, Any]:

@@ -32,10 +32,18 @@ IMPURE = {"asyncio", "os", "pathlib", "random", "secrets", "selectors", "socket"
 WITHOUT_TORCH = {
     "protocol": (
         *("protocol.errors", "protocol.identity", "protocol.manifest", "protocol.invite"),
-        *("protocol.records", "protocol.framing", "protocol.messages"),
+        *("protocol.records", "protocol.framing", "protocol.messages", "protocol.admissions"),
     ),
     "verifier": ("verifier.verdicts", "verifier.ledger", "verifier.quorum", "verifier.config"),
-    "node": ("node.metrics", "node.http", "node.log", "node.state_folder", "node.cli", "node.observing.run"),
+    "node": (
+        "node.metrics",
+        "node.http",
+        "node.log",
+        "node.state_folder",
+        "node.cli",
+        "node.observing.run",
+        "node.admit",
+    ),
 }
 HEAVY = ("torch", "hivemind", "libp2p", "transformers", "pyarrow")
 

@@ -76,6 +76,10 @@ class RecordKeeper(ABC):
         """Publish one signed record under its own key; false if nobody took it."""
 
     @abstractmethod
+    def restrict(self, check: Callable[[Record], None]) -> None:
+        """Keep and believe only records for which ``check`` does not raise RecordError."""
+
+    @abstractmethod
     async def fetch(self, keys: Sequence[str]) -> list[tuple[Record, bytes]]:
         """Every valid record under the keys, with its signed bytes."""
 

@@ -89,6 +89,10 @@ class RecordStore(RecordKeeper):
             async with asyncio.timeout(WAIT_SECONDS):
                 await node.find_nearest_nodes([node.node_id])
 
+    def restrict(self, check: Callable[[Record], None]) -> None:
+        """Keep and believe only records for which ``check`` does not raise RecordError."""
+        self._validator.check_writer = check
+
     async def stop(self) -> None:
         """Leave the DHT."""
         if self._node is not None:
@@ -140,6 +144,8 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
         self._swarm = swarm
         self._on_reject = on_reject
         self._wall_clock = wall_clock
+        self.check_writer: Callable[[Record], None] = lambda record: None
+        """Raises RecordError for a record of somebody who may not write here."""
 
     def validate(self, record: DHTRecord) -> bool:
         """Whether hivemind may store, or believe, this record."""
@@ -166,6 +172,7 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
         # Written so that an expiry that is not a number is refused too.
         if not abs(record.expiration_time - parsed.expires) <= EXPIRY_TOLERANCE_SECONDS:
             raise RecordError("a DHT record was given another expiry than its writer signed", kind="expiry")
+        self.check_writer(parsed)
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
         """Two validators of the same swarm are one."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from protocol.errors import PeerGoneError, PeerUnreachableError, SentinelError
+from protocol.errors import PeerGoneError, PeerUnreachableError, RecordError, SentinelError
 from protocol.framing import BodyLimit, Buffer, Frame, FrameKind, FrameReader, encode_head
 from protocol.messages import StreamKind
 from protocol.record_cache import check_record
@@ -235,9 +235,15 @@ class MemoryRecords(RecordKeeper):
         self._swarm = swarm
         self._wall_clock = wall_clock
         self._records: dict[str, dict[str, tuple[Record, bytes]]] = {}
+        self._checks: list[Callable[[Record], None]] = []
+
+    def restrict(self, check: Callable[[Record], None]) -> None:
+        self._checks.append(check)
 
     async def store(self, data: bytes) -> bool:
         record = check_record(data, swarm=self._swarm, now=self._wall_clock())
+        if self._checks and not any(_passes(check, record) for check in self._checks):
+            return False  # as in the DHT: it is enough that one of those who could keep it does
         place = self._records.setdefault(record_key(record), {})
         known = place.get(record_subkey(record))
         if known is not None and known[0].expires >= record.expires:
@@ -250,3 +256,11 @@ class MemoryRecords(RecordKeeper):
         places = [self._records[key].values() for key in keys if key in self._records]
         # Checked when they were stored; here only the clock has moved on.
         return [entry for place in places for entry in place if entry[0].expires > now]
+
+
+def _passes(check: Callable[[Record], None], record: Record) -> bool:
+    try:
+        check(record)
+    except RecordError:
+        return False
+    return True

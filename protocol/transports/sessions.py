@@ -12,7 +12,7 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol import fields
@@ -378,7 +378,7 @@ class ServerSession:
             self._send_error(head.id, "method", f"this node does not answer {head.method} on this stream")
             return
         if frame.discarded or not route.admits(self.link.peer):
-            self._send_error(head.id, "not_admitted", f"{head.method} needs a claim that this node knows")
+            self._send_error(head.id, "not_admitted", f"{head.method} needs a claim that this node knows and admits")
             return
         request = Request(
             peer=self.link.peer,
@@ -455,13 +455,18 @@ class Transport(ABC):
         self._servers: set[ServerSession] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._gone_callbacks: list[Callable[[str], None]] = []
+        self._may_ask: Callable[[str, Method], bool] = lambda peer, method: True
         self._closing = False
 
     # what a node uses ----------------------------------------------------------------
 
     def serve(self, method: Method, route: Route) -> None:
         """Answer a method from now on."""
-        self._routes[method] = route
+        self._routes[method] = replace(route, admits=lambda peer: self._may_ask(peer, method) and route.admits(peer))
+
+    def restrict(self, may_ask: Callable[[str, Method], bool]) -> None:
+        """Answer only whom ``may_ask`` allows a method, besides what the method's own route demands."""
+        self._may_ask = may_ask
 
     def on_peer_gone(self, callback: Callable[[str], None]) -> None:
         """Call back with a peer's id when the control session to it ends for any reason."""

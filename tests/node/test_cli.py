@@ -41,8 +41,9 @@ OPTIONS = {
     },
     "init": {
         *("--name", "--stages", "--layers", "--width", "--heads", "--kv-heads", "--steps", "--data"),
-        *("--min-replicas", "--allow-drills", "--force"),
+        *("--min-replicas", "--allow-drills", "--invited", "--state-dir", "--force"),
     },
+    "admit": {"--days", "--revoke", "--list", "--json", "--manifest", "--state-dir"},
     "coordinate": {*NODE_OPTIONS, "--invite-file"},
     "join": {
         *NODE_OPTIONS,

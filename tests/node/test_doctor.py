@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from node import doctor
+from node.admission_file import AdmissionFile
 from node.cli import main
 from node.doctor import Plan, disk, examine, open_files, ports, software, state_folder
-from node.doctor_swarm import clock, dials, fit, listening, peers, reachability
+from node.doctor_swarm import admission, clock, dials, fit, listening, peers, reachability
 from node.findings import Finding, Level, as_dict, bad, good, note, render, works
+from protocol.admissions import DAY_SECONDS, Admission, sign_admission
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import DialBackAnswer
@@ -144,6 +146,23 @@ def test_a_p2pd_that_may_not_run_is_bad(plan: Plan, tmp_path: Path, monkeypatch:
 def test_clocks(offset: float, level: Level, word: str) -> None:
     found = clock(offset)
     assert found.level is level and word in found.text
+
+
+def test_an_invited_swarm_says_who_has_to_admit_this_machine(tmp_path: Path) -> None:
+    coordinator = Identity.generate()
+    manifest = Manifest.from_mapping(
+        {"name": "test", "admission": {"mode": "invited", "coordinator": coordinator.peer_id}}
+    )
+    found = admission(manifest, tmp_path, now=1000.0)
+    assert found.level is Level.NOTE and "no identity here yet" in found.text
+    peer = Identity.create(tmp_path / "identity.key").peer_id
+    found = admission(manifest, tmp_path, now=1000.0)
+    assert found.level is Level.NOTE and found.fix.endswith(f"sentinel admit {peer}")
+    words = {"swarm": bytes.fromhex(manifest.swarm_id), "peer": peer, "serial": 1, "issued": 1000.0}
+    AdmissionFile(tmp_path).add([sign_admission(coordinator, Admission(expires=1000.0 + 3 * DAY_SECONDS, **words))])
+    found = admission(manifest, tmp_path, now=1001.0)
+    assert found.level is Level.GOOD and found.text == "admitted for 3 days"
+    assert admission(manifest, tmp_path, now=1000.0 + 4 * DAY_SECONDS).level is Level.NOTE
 
 
 def test_stages_that_fit_and_those_that_need_somebody() -> None:

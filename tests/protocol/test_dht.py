@@ -13,6 +13,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
 
+from protocol.admissions import Admission, Roll, sign_admission
 from protocol.errors import RecordError, TransportError
 from protocol.identity import Identity
 from protocol.packing import pack, unpack
@@ -139,6 +140,30 @@ GOOD = sign_claim(SELF, claim_of(SELF))
 )
 def test_a_hostile_record_is_rejected_with_its_kind(record: DHTRecord, kind: str) -> None:
     assert judged(record) == (False, [kind])
+
+
+def test_in_an_invited_swarm_nobody_writes_without_an_admission() -> None:
+    roll = Roll(swarm=SWARM, coordinator=OTHER.peer_id)
+    kinds: list[str] = []
+    validator = SignedRecordValidator(SWARM, kinds.append, lambda: NOW)
+    validator.check_writer = lambda record: roll.check(record, NOW)
+    accusation = dht_record(
+        sign_accusation(SELF, accusation_of(SELF, OTHER)),
+        key=accusation_key(SWARM.hex(), OTHER.peer_id),
+        expires=NOW + 3600.0,
+    )
+    assert not validator.validate(accusation)
+    assert not validator.validate(dht_record(GOOD))
+    assert kinds == ["not_admitted"] * 2
+
+    def admission(**changes: Any) -> bytes:
+        words = {"serial": 1, "peer": SELF.peer_id, **changes}
+        return sign_admission(OTHER, Admission(swarm=SWARM, issued=NOW, expires=NOW + 60.0, **words))
+
+    admitted = dht_record(sign_claim(SELF, claim_of(SELF, admission=admission())))
+    assert validator.validate(admitted) and validator.validate(accusation)
+    roll.take(admission(serial=2, revoked=True), NOW)
+    assert not validator.validate(admitted) and not validator.validate(accusation)
 
 
 def test_validators_of_one_swarm_merge_and_those_of_two_do_not() -> None:

@@ -149,6 +149,10 @@ EXAMPLES: list[Any] = [
     messages.Chunk(step=3, index=4),
     messages.Release(step=3),
     messages.Push(records=(b"one", b"two")),
+    messages.Admissions(news=(bytes(messages.MAX_ADMISSION_BYTES),), after=0, digest=D32),
+    messages.Admissions(),
+    messages.AdmissionsAnswer(admissions=(b"one", b"two"), more=True, digest=D32),
+    messages.AdmissionsAnswer(admissions=(), more=False),
     messages.Empty(),
 ]
 FIELDS = [(example, entry.name) for example in EXAMPLES for entry in dataclasses.fields(example)]

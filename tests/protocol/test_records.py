@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from protocol import records
 from protocol.errors import RecordError
 from protocol.identity import Identity
-from protocol.messages import MAX_RECORD_BYTES
+from protocol.messages import MAX_ADMISSION_BYTES, MAX_RECORD_BYTES
 from protocol.packing import pack, unpack
 from protocol.receipts import sign_draw, sign_vote, statement_digest
 from protocol.records import (
@@ -428,9 +428,17 @@ def test_whoever_asked_may_have_voted_too_and_one_vote_is_a_verdict_to_be_weighe
 @pytest.mark.parametrize(("record", "kind"), [(CLAIM, 1), (ACCUSATION, 2), (VERDICT, 3)])
 def test_every_field_is_required_and_unknown_fields_are_ignored(record: records.Record, kind: int) -> None:
     values = payload_of(record)
-    for name in values:
+    for name in values.keys() - {"admission"}:
         assert refused(envelope({key: values[key] for key in values if key != name}, kind=kind)) == "shape"
     assert read(envelope(values | {"new": {"field": [1]}}, kind=kind)) == record
+
+
+def test_a_claim_has_room_for_an_admission_and_does_not_grow_without_one() -> None:
+    with_one = dataclasses.replace(CLAIM, admission=b"a" * MAX_ADMISSION_BYTES)
+    assert read(sign_claim(SELF, with_one)) == with_one
+    assert b"admission" not in sign_claim(SELF, CLAIM)
+    assert refused(envelope(payload_of(CLAIM) | {"admission": bytes(MAX_ADMISSION_BYTES + 1)})) == "range"
+    assert refused(envelope(payload_of(CLAIM) | {"admission": "text"})) == "type"
 
 
 @pytest.mark.parametrize(

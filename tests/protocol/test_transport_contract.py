@@ -338,6 +338,25 @@ async def test_a_peer_that_is_not_admitted_is_refused_with_its_body_unread_and_c
     assert [bytes(request.body) for request in seen] == [b"body"]
 
 
+async def test_a_restricted_node_answers_strangers_only_what_they_may_ask(peers: Peers) -> None:
+    one, two = await peers.pair()
+
+    async def handler(request: Request) -> Response:
+        return Response()
+
+    for method in (Method.PART, Method.STATUS):
+        serve(two, method, handler)
+    two.restrict(lambda peer, method: peer != one.peer_id or method is Method.STATUS)
+    serve(two, Method.END, handler)  # it makes no difference whether a method is served before or after
+    await ask(one, two, Method.STATUS)
+    for method, body in ((Method.PART, bytes(200_000)), (Method.PART, b""), (Method.END, b"")):
+        with pytest.raises(RefusedError) as caught:
+            await ask(one, two, method, body)
+        assert caught.value.kind == "not_admitted"
+    two.restrict(lambda peer, method: True)
+    await ask(one, two, Method.PART, b"body")
+
+
 async def test_a_peer_of_another_swarm_is_told_apart(peers: Peers) -> None:
     one, other = await peers.peer(), await peers.peer(swarm=b"\x02" * 32)
     serve(other, Method.VIEW)

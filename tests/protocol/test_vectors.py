@@ -195,6 +195,15 @@ def test_records(case: dict[str, str]) -> None:
         signed_by(values["writer"], "draw", packed([SWARM, values["subject"]]), values["draw"])
 
 
+def test_an_admission() -> None:
+    case = VECTORS["admission"]
+    payload, signature = msgpack.unpackb(bytes.fromhex(case["bytes"]))
+    signed_by(case["by"], "admission", payload, signature)
+    values = msgpack.unpackb(payload)
+    assert list(values) == ["expires", "issued", "peer", "revoked", "serial", "swarm"]
+    assert values["swarm"] == SWARM and values["peer"] == VECTORS["identities"][1]["peer_id"]
+
+
 def order(stage: int, peers: list[str]) -> list[str]:
     seed = b"sentinel:wiring" + SWARM + (41).to_bytes(8, "big") + stage.to_bytes(4, "big")
     return sorted(peers, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest())
