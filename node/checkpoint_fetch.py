@@ -140,7 +140,7 @@ async def fetch(
                 async for part in _parts(calls, offer, peers, stage):
                     await asyncio.to_thread(file.write, part)
                     progress(file.tell(), offer.size)
-            return await asyncio.to_thread(_checked, path, offer, manifest)
+            return await asyncio.to_thread(checked, path, offer, manifest)
         except (NoCheckpointError, CheckpointError) as error:
             last = str(error)
     raise NoCheckpointError(f"no checkpoint of stage {stage} could be fetched: {last}")
@@ -181,8 +181,13 @@ async def _parts(calls: Calls, offer: Offer, peers: Sequence[str], stage: int) -
         yield response.data
 
 
-def _checked(path: Path, offer: Offer, manifest: Manifest) -> Checkpoint:
-    """Look whether a file is what was offered; removes it if it is not."""
+def checked(path: Path, offer: Offer, manifest: Manifest) -> Checkpoint:
+    """Look whether a file is what was offered; removes it if it is not.
+
+    Raises:
+        NoCheckpointError: it is something else.
+        CheckpointError: it is damaged.
+    """
     try:
         checkpoint, parameters = read_parameters(path)
         if checkpoint.manifest != manifest or checkpoint.step != offer.step:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from node.admit_cli import admit
 from node.cli_options import (
@@ -323,6 +326,7 @@ def doctor(invite: str | None, invite_file: Path | None, state_dir: Path | None,
 
 
 @cli.command()
+@click.argument("invite", required=False)
 @option(
     "--state-dir",
     "state_dirs",
@@ -336,28 +340,64 @@ def doctor(invite: str | None, invite_file: Path | None, state_dir: Path | None,
 @option("--out", type=click.Path(path_type=Path), required=True, help="Folder to make.")
 @option("--step", type=click.IntRange(1), show_default=False, help="[default: the newest that every stage has]")
 @option("--swarm", default="", show_default=False, help="Beginning of the swarm's id, where there are several.")
+@option("--timeout", type=click.FloatRange(0.1, 600), default=10.0, help="Seconds for the swarm's first answer.")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
-def export(state_dirs: tuple[Path, ...], out: Path, step: int | None, swarm: str, as_json: bool) -> None:
+@option(
+    "--invite-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default=False,
+    help="Take the invite from this file.",
+)
+def export(
+    invite: str | None,
+    invite_file: Path | None,
+    state_dirs: tuple[Path, ...],
+    out: Path,
+    step: int | None,
+    swarm: str,
+    timeout: float,
+    as_json: bool,
+) -> None:
     """Put the checkpoints of all stages together as a model that transformers loads.
 
-    Makes a folder with config.json, model.safetensors and the tokenizer. The nodes may go on meanwhile; fetch the
-    checkpoints of those on other machines first.
+    Makes a folder with config.json, model.safetensors and the tokenizer. With an INVITE the checkpoints are fetched
+    from the nodes of a live swarm; without one they are taken from state folders on this machine. The nodes may go
+    on meanwhile.
 
     \b
-    Example:  sentinel export --state-dir /data/node1 --state-dir /data/node2 --out model
+    Example:  sentinel export sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID --out model
+              sentinel export --state-dir /data/node1 --state-dir /data/node2 --out model
     """
     from node.state_folder import StateFolder
 
+    parsed = invited(invite, invite_file) if invite or invite_file else None
+    named = click.get_current_context().get_parameter_source("state_dirs") is ParameterSource.COMMANDLINE
+    if parsed is not None and (named or swarm):
+        raise UsageError("an invite and --state-dir or --swarm exclude each other; leave one out")
     folders = [StateFolder.resolve(path) for path in state_dirs or (None,)]
-    if missing := [path for path in folders if not path.is_dir()]:
-        raise UsageError(f"--state-dir: there is no folder {missing[0]}; name the state folder of a node")
+    if parsed is None and (missing := [path for path in folders if not path.is_dir()]):
+        raise UsageError(
+            f"--state-dir: there is no folder {missing[0]}; name the state folder of a node, or give an invite to fetch"
+            " the checkpoints of a live swarm"
+        )
     from node.export import check_free, export_model
 
+    def tell(text: str) -> None:
+        click.echo(text, err=True)
+
     check_free(out)
-    done = export_model(folders, out, swarm=swarm, step=step, tell=lambda text: click.echo(text, err=True))
+    with contextlib.ExitStack() as stack:
+        if parsed is not None:
+            from node.export_live import fetch_swarm
+
+            # Beside the model, since there is room there for something as large.
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-")))
+            folders = [fetch_swarm(parsed, place / "state", step=step, seconds=timeout, tell=tell).path]
+        done = export_model(folders, out, swarm=swarm, step=step, tell=tell if parsed is None else lambda text: None)
     if as_json:
         facts = {"folder": str(done.folder), "swarm": done.swarm, "name": done.name, "step": done.step}
-        click.echo(json.dumps(facts | {"parameters": done.parameters, "checkpoints": list(map(str, done.sources))}))
+        sources = [] if parsed is not None else list(map(str, done.sources))  # fetched ones are gone by now
+        click.echo(json.dumps(facts | {"parameters": done.parameters, "checkpoints": sources}))
         return
     click.echo(f"wrote {done.folder}: {done.name} after {done.step} steps, {done.parameters:,} parameters")
     click.echo(f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(done.folder)!r})")

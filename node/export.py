@@ -155,7 +155,8 @@ def _of_one_swarm(state_dirs: Sequence[Path], swarm: str) -> list[Path]:
     """The files in these folders that are of one swarm."""
     found: dict[str, list[Path]] = defaultdict(list)
     for state_dir in dict.fromkeys(path.absolute() for path in state_dirs):
-        for folder in sorted(StateFolder(state_dir).checkpoints_path.glob("*")):
+        state = StateFolder(state_dir)
+        for folder in sorted([*state.checkpoints_path.glob("*"), *state.copies_path.glob("*")]):
             found[folder.name].extend(find_checkpoints(folder))
     swarms = [name for name, paths in found.items() if paths and name.startswith(swarm[:16].lower())]
     if len(swarms) == 1:

@@ -46,12 +46,19 @@ class Meter:
 def progress_text(meter: Meter, now: float, *, siblings: int, busy: int = 0) -> str:
     """One line for a person. ``siblings`` give; ``busy`` of them have asked this node to wait for its turn."""
     text = f"downloading the stage's state: {_amounts(meter)} from {siblings} sibling{'s' * (siblings != 1)}"
-    left = meter.seconds_left(now)
     if siblings and busy == siblings:
         return f"{text}, all busy with other joiners; waiting for a turn"
-    if left is None:
-        return f"{text}, waiting for the next bytes"
-    return f"{text}, {amount(meter.rate(now))}/s, {duration(left)} left"
+    return f"{text}, {_pace(meter, now)}"
+
+
+def file_progress_text(meter: Meter, now: float) -> str:
+    """How far one file is, for a person."""
+    return f"{_amounts(meter)}, {_pace(meter, now)}"
+
+
+def _pace(meter: Meter, now: float) -> str:
+    left = meter.seconds_left(now)
+    return "waiting for the next bytes" if left is None else f"{amount(meter.rate(now))}/s, {duration(left)} left"
 
 
 def duration(seconds: float) -> str:

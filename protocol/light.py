@@ -20,6 +20,7 @@ from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key
 from libp2p.network.stream.exceptions import StreamError
+from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_ID
 from libp2p.security.noise.transport import Transport as NoiseTransport
@@ -27,6 +28,7 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 from protocol import fields
 from protocol.errors import CallTimeoutError, MessageError, PeerUnreachableError, RecordError, SentinelError
 from protocol.framing import Frame, FrameKind, FrameReader, encode_head
+from protocol.invite import parse_multiaddr
 from protocol.messages import (
     CONTROL_PROTOCOL,
     PROTOCOL_VERSION,
@@ -186,6 +188,38 @@ def light_host() -> Any:
     noise = NoiseTransport(key_pair, noise_privkey=create_noise_key().private_key)
     # The library's default also offers plaintext; noise alone is spoken here.
     return new_host(key_pair=key_pair, sec_opt={NOISE_ID: noise}, muxer_preference="YAMUX")
+
+
+MAX_ADDRESSES = 4
+"""Addresses of one node that are dialled, one after another."""
+
+
+async def open_session(
+    host: Any, peer: str, addresses: Sequence[str], swarm: bytes, *, agent: str, reply_limit: int
+) -> LightSession:
+    """Dial a node through a host that is running, and greet it.
+
+    Raises:
+        PeerUnreachableError: none of its addresses can be dialled.
+        SentinelError: it does not greet back as it should.
+        Exception: the library raises many unrelated types; each means that the node does not answer.
+    """
+    network, known = host.get_network(), ID.from_string(peer)
+    # Each address is dialled by itself: the library's own choice of one leaves a peer alone for a minute after a
+    # failure, and never takes loopback where there is anything else.
+    usable = [text for text in addresses if parse_multiaddr(text).transport == "tcp"]
+    failed: SentinelError = PeerUnreachableError("it has no address that can be dialled")
+    for text in usable[:MAX_ADDRESSES]:
+        try:
+            await network.dial_addr(multiaddr.Multiaddr(text), known)
+        except Exception as error:
+            failed = PeerUnreachableError(str(error)[:120])
+            continue
+        stream = await host.new_stream(known, [CONTROL_PROTOCOL])
+        session = LightSession(stream, reply_limit=reply_limit)
+        await session.hello(swarm, agent=agent)
+        return session
+    raise failed
 
 
 async def _with_first(

@@ -14,17 +14,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-import multiaddr
 import trio
 from libp2p.peer.id import ID
 
 from node.observing.counts import Counts
 from node.observing.picture import Picture, Seen
 from node.observing.reports import Report, read_outline, read_report
-from protocol.errors import PeerUnreachableError, RemoteError, SentinelError
-from protocol.invite import parse_multiaddr
-from protocol.light import LightSession, light_host
-from protocol.messages import CONTROL_PROTOCOL, Method
+from protocol.errors import RemoteError
+from protocol.light import LightSession, light_host, open_session
+from protocol.messages import Method
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +37,6 @@ REPLY_BYTES: Final = 256 * 1024
 
 MAX_SESSIONS: Final = 160
 """Streams that are kept open, the most recently used ones: more than are asked in a round."""
-
-MAX_ADDRESSES: Final = 4
-"""Addresses of one node that are dialled, one after another."""
 
 CLOSE_SECONDS: Final = 0.5
 
@@ -113,22 +108,9 @@ class Asker:
         return report
 
     async def _open(self, seen: Seen) -> LightSession:
-        network, peer = self._host.get_network(), ID.from_string(seen.peer)
-        # Each address is dialled by itself: the library's own choice of one leaves a peer alone for a minute after a
-        # failure, and never takes loopback where there is anything else.
-        usable = [text for text in seen.addresses if parse_multiaddr(text).transport == "tcp"]
-        failed: SentinelError = PeerUnreachableError("it has no address that can be dialled")
-        for text in usable[:MAX_ADDRESSES]:
-            try:
-                await network.dial_addr(multiaddr.Multiaddr(text), peer)
-            except Exception as error:
-                failed = PeerUnreachableError(str(error)[:120])
-                continue
-            stream = await self._host.new_stream(peer, [CONTROL_PROTOCOL])
-            session = LightSession(stream, reply_limit=REPLY_BYTES)
-            await session.hello(self._swarm, agent="sentinel-observe")
-            return session
-        raise failed
+        return await open_session(
+            self._host, seen.peer, seen.addresses, self._swarm, agent="sentinel-observe", reply_limit=REPLY_BYTES
+        )
 
     async def _leave(self, peer: str) -> None:
         """End what connects to a peer, in a moment or not at all."""

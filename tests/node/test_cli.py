@@ -56,7 +56,7 @@ OPTIONS = {
         *("--state-dir", "--host", "--port", "--http-host", "--http-port", "--device", "--timeout", "--json"),
         "--invite-file",
     },
-    "export": {"--state-dir", "--out", "--step", "--swarm", "--json"},
+    "export": {"--state-dir", "--out", "--step", "--swarm", "--json", "--timeout", "--invite-file"},
     "identity": set(),
     "identity show": {"--state-dir"},
     "identity export": {"--state-dir"},
