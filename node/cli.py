@@ -15,6 +15,7 @@ import click
 
 from node.cli_options import device_option, invite_file_option, invited, node_options, option, state_option
 from node.drill_names import CONDUCT_ATTACKS, TENSOR_ATTACKS
+from node.init_cli import init
 from node.version import VERSION
 from protocol.errors import ManifestError, PreflightError, SentinelError, UsageError
 
@@ -78,37 +79,7 @@ def demo(**options: Any) -> None:
     raise SystemExit(run_demo(DemoOptions(**options)))
 
 
-@cli.command()
-@click.argument("path", type=click.Path(path_type=Path, dir_okay=False), default=Path("swarm.toml"))
-@option("--name", default="my-swarm", help="The swarm's name.")
-@option("--stages", type=click.IntRange(1, 128), default=3, help="Pipeline stages.")
-@option("--layers", type=click.IntRange(1, 512), default=6, help="Layers of the model.")
-@option("--width", type=click.IntRange(2, 65536), default=128, help="Width of the model.")
-@option("--heads", type=click.IntRange(1, 1024), default=4, help="Attention heads.")
-@option("--kv-heads", type=click.IntRange(1, 1024), default=2, help="Key/value heads.")
-@option("--steps", type=click.IntRange(0), default=0, help="Training steps; 0 has no end.")
-@option("--data", default="stdlib", help="stdlib, or file:PATH.")
-@option("--min-replicas", type=click.IntRange(1, 256), default=1, help="Replicas of each stage before the start.")
-@option("--allow-drills", is_flag=True, help="Let nodes join as attackers for practice.")
-@option("--force", is_flag=True, help="Overwrite the file.")
-def init(path: Path, force: bool, **choices: Any) -> None:
-    """Write a commented swarm.toml, the manifest of a new swarm.
-
-    \b
-    Example:  sentinel init --name tiny --stages 3 --layers 6
-    """
-    from node.initialise import describe, new_manifest
-
-    if path.exists() and not force:
-        raise UsageError(f"{path} exists already; use --force to overwrite it, or name another file")
-    manifest, text = new_manifest(**choices)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; name another file") from None
-    click.echo(f"wrote {path}")
-    click.echo(describe(manifest))
-    click.echo(f"next: edit it if you like, then run: sentinel coordinate {path}")
+cli.add_command(init)
 
 
 @cli.command()

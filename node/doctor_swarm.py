@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from node.dialback import TOKEN_BYTES
-from node.doctor import LEAST_MEMORY_BYTES, Plan, available_bytes
+from node.doctor import Plan, available_bytes
+from node.estimate import stage_memory
 from node.findings import Finding, bad, good, note
 from node.settings import MAX_CLOCK_OFFSET_SECONDS
 from protocol import fields
@@ -107,7 +108,7 @@ def clock(offset: float) -> Finding:
 def fit(manifest: Manifest, claims: tuple[Claim, ...], free: int | None) -> list[Finding]:
     """Whether any stage fits, and which ones need somebody."""
     stages = range(manifest.num_stages)
-    needed = [manifest.stage_memory_bytes(stage) + LEAST_MEMORY_BYTES for stage in stages]
+    needed = [stage_memory(manifest, stage).total for stage in stages]
     alive = [claim for claim in claims if claim.state not in (NodeState.DRAINING, NodeState.EJECTED)]
     empty = [stage for stage in stages if not any(claim.stage == stage for claim in alive)]
     fitting = [stage for stage in stages if free is None or needed[stage] <= free]

@@ -11,6 +11,7 @@ from typing import Any
 
 from node.checkpoints import Checkpoint
 from node.common_step import OFFERS, TRAINS, Meeting, heirs, meet, newest_at_most, under_way
+from node.estimate import stage_bytes
 from node.membership import Membership
 from node.placement import choose_stage, should_move, stage_loads
 from protocol.errors import DataSourceError, MemoryTooSmallError, SettingsError
@@ -92,7 +93,7 @@ class Forming:
         return stage not in self._applicant.unfit and self._fits_memory(stage)
 
     def _fits_memory(self, stage: int) -> bool:
-        return self._manifest.stage_memory_bytes(stage) <= self._applicant.memory_bytes
+        return stage_bytes(self._manifest, stage) <= self._applicant.memory_bytes
 
     async def claim(self) -> int:
         """Choose a stage and claim it.
@@ -173,8 +174,8 @@ class Forming:
         if stage is None:
             if any(self._fits_memory(unfit) for unfit in self._applicant.unfit):
                 raise DataSourceError(next(iter(self._applicant.unfit.values())))
-            smallest = min(map(self._manifest.stage_memory_bytes, range(self._manifest.num_stages)))
-            needed = smallest if pinned is None else self._manifest.stage_memory_bytes(pinned)
+            smallest = min(stage_bytes(self._manifest, each) for each in range(self._manifest.num_stages))
+            needed = smallest if pinned is None else stage_bytes(self._manifest, pinned)
             raise MemoryTooSmallError(
                 f"{'no stage' if pinned is None else f'stage {pinned}'} fits: it needs {needed >> 20} MiB "
                 f"and {self._applicant.memory_bytes >> 20} MiB are free; close other programs or use a larger machine"

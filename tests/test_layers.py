@@ -35,7 +35,17 @@ WITHOUT_TORCH = {
         *("protocol.records", "protocol.framing", "protocol.messages"),
     ),
     "verifier": ("verifier.verdicts", "verifier.ledger", "verifier.quorum", "verifier.config"),
-    "node": ("node.metrics", "node.http", "node.log", "node.state_folder", "node.cli", "node.observing.run"),
+    "node": (
+        "node.metrics",
+        "node.http",
+        "node.log",
+        "node.state_folder",
+        "node.cli",
+        "node.observing.run",
+        "node.estimate",
+        "node.init_cli",
+        "node.initialise",
+    ),
 }
 HEAVY = ("torch", "hivemind", "libp2p", "transformers", "pyarrow")
 

@@ -41,7 +41,7 @@ OPTIONS = {
     },
     "init": {
         *("--name", "--stages", "--layers", "--width", "--heads", "--kv-heads", "--steps", "--data"),
-        *("--min-replicas", "--allow-drills", "--force"),
+        *("--min-replicas", "--allow-drills", "--force", "--yes", "--json"),
     },
     "coordinate": {*NODE_OPTIONS, "--invite-file"},
     "join": {

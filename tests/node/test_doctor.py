@@ -14,6 +14,7 @@ from node import doctor
 from node.cli import main
 from node.doctor import Plan, disk, examine, open_files, ports, software, state_folder
 from node.doctor_swarm import clock, dials, fit, listening, peers, reachability
+from node.estimate import stage_memory
 from node.findings import Finding, Level, as_dict, bad, good, note, render, works
 from protocol.identity import Identity
 from protocol.manifest import Manifest
@@ -152,8 +153,8 @@ def test_stages_that_fit_and_those_that_need_somebody() -> None:
     assert found.level is Level.GOOD and "nobody holds 1" in found.text
     assert fit(manifest, (), None)[0].level is Level.GOOD
     assert fit(manifest, (), 1 << 20)[0].level is Level.BAD
-    needed = sorted(manifest.stage_memory_bytes(stage) for stage in range(3))
-    found = fit(manifest, (), needed[0] + doctor.LEAST_MEMORY_BYTES)  # type: ignore[assignment]
+    needed = sorted(stage_memory(manifest, stage).total for stage in range(3))
+    found = fit(manifest, (), needed[0])  # type: ignore[assignment]
     assert [one.level for one in found] == [Level.GOOD, Level.NOTE]  # type: ignore[attr-defined]
 
 
