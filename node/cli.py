@@ -184,14 +184,28 @@ def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **opti
 @click.argument("invite", required=False, envvar="SENTINEL_INVITE")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 @option("--timeout", "seconds", type=click.FloatRange(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
+@option("--watch", is_flag=True, help="Ask all nodes again and again and show a live table, until Ctrl-C.")
+@option("--interval", type=click.FloatRange(0.5, 3600), default=2.0, help="Seconds between pictures of --watch.")
 @invite_file_option("Take the invite from this file.")
-def status(invite: str | None, invite_file: Path | None, as_json: bool, seconds: float) -> None:
+def status(
+    invite: str | None, invite_file: Path | None, as_json: bool, seconds: float, watch: bool, interval: float
+) -> None:
     """Show a swarm: stages, replicas, steps, loss, accusations.
+
+    Without --watch one node is asked, once. With it all are, and on no terminal each round is one line.
 
     \b
     Example:  sentinel status sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID
+              sentinel status "$INVITE" --watch
     """
+    if watch and as_json:
+        raise UsageError("--watch and --json contradict each other; sentinel observe serves JSON all the time")
     parsed = invited(invite, invite_file)
+    if watch:
+        from node.observing.watching import watch_swarm
+
+        watch_swarm(parsed, interval=interval)
+        return
     from node.swarm_status import look, render
 
     found = look(parsed, seconds=seconds)

@@ -42,15 +42,15 @@ class Terminal:
         deadline = time.monotonic() + seconds
         while words not in self.text[after:]:
             left = deadline - time.monotonic()
-            assert left > 0, f"{words!r} did not come: {self.text}"
-            assert self._read(left) or words in self.text[after:], f"it ended without {words!r}: {self.text}"
+            assert left > 0, f"{words!r} did not come: {self.text[-2000:]}"
+            assert self._read(left) or words in self.text[after:], f"it ended without {words!r}: {self.text[-2000:]}"
         return self.text
 
     def end(self, *, seconds: float = 60.0) -> int:
         """Read on until the process has ended; returns its exit code."""
         deadline = time.monotonic() + seconds
         while self._read(max(0.0, deadline - time.monotonic())):
-            assert time.monotonic() < deadline, f"it goes on: {self.text}"
+            assert time.monotonic() < deadline, f"it goes on: {self.text[-2000:]}"
         return self.process.wait(timeout=seconds)
 
     def _read(self, seconds: float) -> bool:
@@ -63,6 +63,11 @@ class Terminal:
             return False
         self.raw += data
         return bool(data)
+
+
+def _take_terminal() -> None:
+    """Make it the process's own terminal, so that Ctrl-C gets there."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @contextlib.contextmanager
@@ -79,6 +84,7 @@ def on_terminal(*arguments: str, folder: Path, columns: int = 120, rows: int = 5
         cwd=folder,
         env={**environment, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
         start_new_session=True,
+        preexec_fn=_take_terminal,
     )
     os.close(slave)
     try:

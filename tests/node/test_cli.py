@@ -49,7 +49,7 @@ OPTIONS = {
         *("--stage", "--device", "--threads", "--drill", "--drill-from", "--checkpoints", "--exit-when-done"),
         "--invite-file",
     },
-    "status": {"--json", "--timeout", "--invite-file"},
+    "status": {"--json", "--timeout", "--watch", "--interval", "--invite-file"},
     "observe": {"--http-host", "--http-port", "--interval", "--log-format", "--log-level", "--invite-file"},
     "doctor": {
         *("--state-dir", "--host", "--port", "--http-host", "--http-port", "--device", "--timeout", "--json"),
@@ -156,6 +156,8 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--no-drill", "--drill", "random:1"], "contradict"),
         (["demo", "--json", "no/such/folder/result.json"], "does not exist"),
         (["status", INVITE, "--timeout", "0"], "--timeout"),
+        (["status", INVITE, "--watch", "--interval", "0"], "--interval"),
+        (["status", INVITE, "--watch", "--json"], "contradict"),
         (["observe", INVITE, "--interval", "0.5"], "--interval"),
         (["observe", INVITE, "--http-port", "70000"], "--http-port"),
         (["observe", INVITE, "--log-level", "loud"], "--log-level"),
