@@ -22,6 +22,7 @@ from typing import Any
 from node.assembly import StageParts, assemble
 from node.checkpointer import Checkpointer
 from node.checkpoints import CheckpointStore
+from node.contribution import Contribution
 from node.coordinator import SwarmWatch, fetch_step
 from node.device import available_memory_bytes, choose_device
 from node.dialback import DialBacks
@@ -34,6 +35,7 @@ from node.membership import Membership, Timing
 from node.metrics import Metrics
 from node.network import Network, P2PNetwork
 from node.pipeline import Pipeline
+from node.progress import duration
 from node.reunion import Reunion, by_peer
 from node.sampling import sample_disk_for_ever, sample_for_ever
 from node.settings import MAX_CLOCK_OFFSET_SECONDS, NodeSettings
@@ -123,6 +125,7 @@ class Node:
         assert manifest is not None or invite is not None
         swarm_id = manifest.swarm_id if manifest is not None else invite.swarm_id if invite is not None else ""
         self.swarm = bytes.fromhex(swarm_id)
+        self.contribution = Contribution(folder, swarm_id, self.telemetry.counters)
         self.network = network if network is not None else self._real_network()
 
     def _real_network(self) -> Network:
@@ -345,6 +348,7 @@ class Node:
             drill=self.drill,
         )
         await self._remember_verdicts(self.guard, membership)
+        await asyncio.to_thread(self.contribution.load)
         self.guard.consider(self.identity.peer_id)
         self.guard.consider_verdicts(self.identity.peer_id)
         self._raise_if_ejected()
@@ -686,15 +690,14 @@ class Node:
     def _write_summary(self) -> None:
         if self.trainer is None and not (self.settings.coordinates and self._entered):
             return  # there is nothing to tell, and the last run's is worth keeping
+        self.contribution.save()
+        self.metrics.set_contribution(self.contribution.total)
         summary = self.status()
         with contextlib.suppress(OSError):
             self.folder.write_json("summary.json", finite(summary))
-        counters = self.telemetry.counters
         if not self.settings.coordinates:
-            self._say(
-                f"contributed {counters.microbatches} microbatches ({counters.tokens} tokens) "
-                f"in {counters.steps} steps over {time.time() - self.started:.0f} s"
-            )
+            in_all = f"; {self.contribution.total} with earlier runs" if self.contribution.came_back else ""
+            self._say(f"contributed {self.contribution.now} over {duration(time.time() - self.started)}{in_all}")
 
     async def _tell_progress(self) -> None:
         """Say now and then how far training is, or what it waits for."""
@@ -725,6 +728,7 @@ class Node:
         """Remember who was there, so that a restart finds the swarm when every seed is gone."""
         while True:
             await asyncio.to_thread(self.folder.save_peers, self._peer_addresses())
+            await asyncio.to_thread(self.contribution.save)
             await self._keep_verdicts()
             await asyncio.sleep(15)
 

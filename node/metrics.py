@@ -17,6 +17,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
+from node.contribution import Contributed
 from node.metric_families import Families, Series
 from node.metric_words import (
     ACCUSATIONS,
@@ -140,6 +141,15 @@ class Metrics(Families):
             "or gone unaveraged with a replica that died.",
             outcome=OUTCOMES,
         )
+        self._contributed = {
+            name: self._gauge(
+                f"contributed_{name}",
+                f"{name.capitalize()} that this node has contributed to the swarm in all its runs, restarts included; "
+                "0 until it takes part.",
+                unit=unit,
+            )
+            for name, unit in (("microbatches", ""), ("tokens", "tokens"), ("steps", "steps"))
+        }
         self.in_flight = self._gauge("microbatches_in_flight", "Microbatches that are inside this node now.")
         self.phase_seconds = self._counter(
             "phase_seconds_total",
@@ -329,6 +339,11 @@ class Metrics(Families):
         """So many replicas of a stage are in the view, and so many of them take work."""
         self.view_replicas.labels(stage=str(stage)).set(live)
         self.serving_replicas.labels(stage=str(stage)).set(serving)
+
+    def set_contribution(self, sums: Contributed) -> None:
+        """What this node has contributed in all of its runs."""
+        for name, gauge in self._contributed.items():
+            gauge.set(getattr(sums, name))
 
     def set_open_audits(self, *, caller: int, juror: int) -> None:
         """Audits under way: those that this node asked for, and those in which it is a juror."""

@@ -50,11 +50,8 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         "parameters_digest": trainer.parameters.hex() if trainer is not None else "",
         "checkpoint": node.checkpointer.status() if node.checkpointer is not None else None,
         "uptime_seconds": time.time() - node.started,
-        "contribution": {
-            "microbatches": counters.microbatches,
-            "tokens": counters.tokens,
-            "steps": counters.steps,
-        },
+        "contribution": asdict(node.contribution.total),
+        "contribution_of_this_run": asdict(node.contribution.now),
         "microbatches_retried": counters.retried,
         "microbatches_refused": counters.refused,
         "microbatches_lost": counters.lost,
@@ -129,6 +126,7 @@ def _replica(node: Node, claim: Claim) -> dict[str, Any]:
     if node.guard is not None:
         standing = node.guard.ledger.standing(claim.peer)
         replica["standing"] = asdict(standing)
-    if node.watch is not None and claim.peer in node.watch.reports:
-        replica["answers"] = node.watch.reports[claim.peer].answers
+    if node.watch is not None and (report := node.watch.reports.get(claim.peer)) is not None:
+        replica["answers"] = report.answers
+        replica["contribution"] = asdict(report.contributed)
     return replica
