@@ -35,13 +35,12 @@ from node.membership import Membership, Timing
 from node.metrics import Metrics
 from node.network import Network, P2PNetwork
 from node.pipeline import Pipeline
-from node.progress import duration
 from node.reunion import Reunion, by_peer
 from node.sampling import sample_disk_for_ever, sample_for_ever
 from node.settings import MAX_CLOCK_OFFSET_SECONDS, NodeSettings
 from node.stage_data import StageData
 from node.state_folder import StateFolder
-from node.status import build_status
+from node.status import build_status, farewell
 from node.telemetry import Telemetry
 from node.trainer import Trainer
 from node.verdicts import restore_verdicts, save_verdicts
@@ -473,7 +472,7 @@ class Node:
     async def _leave(self, life: asyncio.Task[None], *, politely: bool) -> None:
         """Drain within a time limit; a second signal cuts it short."""
         if self.state is not NodeState.EJECTED and self._entered:
-            self.set_state(NodeState.DRAINING, "leaving")
+            self.set_state(NodeState.DRAINING, "finishing what is under way")
         self._leaving = True
         try:
             async with asyncio.timeout(DRAIN_SECONDS):
@@ -653,7 +652,8 @@ class Node:
         if changed or reason != self.reason:
             self.reason = reason
             if state is not NodeState.TRAINING or changed:
-                self._say(reason, state)
+                begins = state is NodeState.TRAINING and reason.startswith("step ")
+                self._say(f"training from {reason} on" if begins else reason, state)
         if changed:
             self.state = state
             self.metrics.set_state(state.value)
@@ -672,7 +672,9 @@ class Node:
         )
 
     def _say(self, text: str, state: NodeState | None = None) -> None:
-        log.info("[%s] %s", (state or self.state).value, text)
+        state = state or self.state
+        fetching = self.telemetry.download if state is NodeState.SYNCING else None
+        log.info("[%s] %s", state.value, text, extra=None if fetching is None else {"progress": fetching})
 
     def status(self, *, brief: bool = False) -> dict[str, Any]:
         """What /status and `sentinel status` show."""
@@ -695,9 +697,7 @@ class Node:
         summary = self.status()
         with contextlib.suppress(OSError):
             self.folder.write_json("summary.json", finite(summary))
-        if not self.settings.coordinates:
-            in_all = f"; {self.contribution.total} with earlier runs" if self.contribution.came_back else ""
-            self._say(f"contributed {self.contribution.now} over {duration(time.time() - self.started)}{in_all}")
+        self._say(farewell(self))
 
     async def _tell_progress(self) -> None:
         """Say now and then how far training is, or what it waits for."""
@@ -721,7 +721,7 @@ class Node:
         if self.trainer is not None and self.manifest is not None:
             training = self.manifest.training
             rate = self.telemetry.steps_per_second() * training.sequences_per_step * self.manifest.model.context
-            text += f", {rate:,.0f} tokens/s in the swarm, {self.telemetry.counters.microbatches} microbatches here"
+            text += f", {rate:,.0f} tokens/s in the swarm, {self.telemetry.counters.microbatches:,} microbatches here"
         return text
 
     async def _keep_peers(self) -> None:

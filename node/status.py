@@ -6,9 +6,12 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from node.contribution import many
+from node.estimate import size
 from node.invites import invite_by
+from node.progress import duration
 from node.version import VERSION
-from protocol.records import Claim
+from protocol.records import Claim, NodeState
 
 if TYPE_CHECKING:
     from node.daemon import Node
@@ -71,6 +74,22 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         status["digests"] = list(telemetry.digests)
         status["peak_memory_bytes"] = peak_memory_bytes()
     return status
+
+
+def farewell(node: Node) -> str:
+    """What a node did, in one line, for when it leaves."""
+    lasted = duration(time.time() - node.started)
+    if node.settings.coordinates:
+        claims = node.membership.view.claims.values() if node.membership is not None else ()
+        there = sum(claim.state is not NodeState.DRAINING for claim in claims)
+        left = f"{many(there, 'node')} {'goes' if there == 1 else 'go'} on without it" if there else "no node is left"
+        return f"coordinated for {lasted}, up to step {node.step:,}; {left}"
+    counters, contribution = node.telemetry.counters, node.contribution
+    in_all = f"; {contribution.total} with earlier runs" if contribution.came_back else ""
+    return (
+        f"contributed {contribution.now} over {lasted}, "
+        f"sent {size(counters.bytes_out)} and received {size(counters.bytes_in)}{in_all}"
+    )
 
 
 def peak_memory_bytes() -> int:

@@ -67,6 +67,8 @@ class Telemetry(Observer):
         self.digests: deque[tuple[int, str]] = deque(maxlen=MAX_DIGESTS)
         self.clock_offsets: dict[str, float] = {}
         self.microbatches_in_flight = 0
+        self.download: tuple[int, int] | None = None
+        """Bytes of the stage's state that are here, of how many; None while none is fetched."""
         self._tokens_per_microbatch = tokens_per_microbatch
         self._step_ended: deque[tuple[float, int]] = deque(maxlen=32)
         # Looked up once: these are touched many times for each microbatch, and a look-up costs more than the count.
@@ -121,6 +123,11 @@ class Telemetry(Observer):
         """A microbatch entered (+1) or left (-1) this node."""
         self.microbatches_in_flight += change
         self.metrics.in_flight.inc(change)
+
+    def state_fetched(self, done: int, size: int) -> None:
+        """So much of the stage's state is here."""
+        self.download = (done, size) if done < size else None
+        self.metrics.state_fetched(done, size)
 
     def completed(self, step: int, microbatch: int) -> None:
         """A microbatch was trained here, both ways."""
