@@ -35,6 +35,7 @@ from node.membership import Membership, Timing
 from node.metrics import Metrics
 from node.network import Network, P2PNetwork
 from node.pipeline import Pipeline
+from node.probe import Prober
 from node.reunion import Reunion, by_peer
 from node.sampling import sample_disk_for_ever, sample_for_ever
 from node.settings import MAX_CLOCK_OFFSET_SECONDS, NodeSettings
@@ -109,6 +110,7 @@ class Node:
         self.watch: SwarmWatch | None = None
         self.drill: Drill | None = None
         self.checkpointer: Checkpointer | None = None
+        self.prober: Prober | None = None
         self.finished = False
         self.stage: int | None = None
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -354,6 +356,7 @@ class Node:
         data = StageData(manifest)
         store = CheckpointStore(self.folder.checkpoints_path, manifest, keep=self.settings.checkpoints)
         self.checkpointer = checkpointer = Checkpointer(store, manifest=manifest, metrics=self.metrics)
+        self.prober = prober = Prober(manifest, device, self.metrics)
         forming = Forming(
             manifest=manifest,
             membership=membership,
@@ -365,6 +368,7 @@ class Node:
                 agent=AGENT,
                 drill=self.drill.plan.name if self.drill is not None else "",
                 memory_bytes=available_memory_bytes(device),
+                gpu=device.type == "cuda",
                 pinned=self.settings.stage,
                 unfit=await self._unfit(data),
                 checkpoints=await checkpointer.found(),
@@ -372,6 +376,7 @@ class Node:
             excluded=self.guard.excluded,
             set_state=self.set_state,
             connected=self.network.transport.connected,
+            try_out=prober.try_out,
             ask_step=partial(fetch_step, self.network.transport),
             rng=random.Random(),
         )
@@ -435,6 +440,7 @@ class Node:
             drill=self.drill,
             data=await data.open() if stage == 0 else None,
             checkpointer=checkpointer,
+            in_flight=self.prober.in_flight(stage) if self.prober is not None else manifest.network.in_flight,
             start=start,
             set_state=self.set_state,
             publish=lambda data, verdict: self._spawn(membership.publish_finding(data, verdict)),

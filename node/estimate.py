@@ -22,8 +22,11 @@ GRADIENT_BYTES: Final = 4
 ADAM_BYTES: Final = 8
 AUDIT_BYTES: Final = 4
 """The parameters of the step before, which audits need."""
-PASSING_BYTES: Final = 8
-"""At the end of a step, while siblings average: the aggregate, and their parts of this node's slice."""
+REMEMBERED_BYTES: Final = 4
+"""The aggregate of the step before, for siblings that missed it."""
+AVERAGING_BYTES: Final = 20
+"""While siblings average: the aggregate, their parts of this node's slice, and what reducing those takes. Measured with
+a node that is alone in its stage, whose slice is the whole."""
 STATE_BYTES: Final = PARAMETER_BYTES + ADAM_BYTES
 """Of each parameter, what a checkpoint holds and what a late node fetches."""
 
@@ -46,19 +49,31 @@ class StageMemory:
     parameters: int
     gradients: int
     optimizer: int
-    copies: int
-    """Of the parameters for audits, and of gradients while siblings average."""
+    audits: int
+    """The parameters of the step before."""
+    remembered: int
+    """The aggregate of the step before."""
     activations: int
     """What autograd keeps of the microbatches in flight, and their tensors that come and go."""
+    averaging: int
+    """At the end of a step, when nothing is in flight."""
+
+    @property
+    def device(self) -> int:
+        """What has to fit into a GPU: averaging goes on in the machine's own memory."""
+        lasting = self.parameters + self.gradients + self.optimizer + self.audits
+        return lasting + self.parameters + self.activations  # a microbatch's own gradients, before they are added up
 
     @property
     def stage(self) -> int:
-        """Besides what the process takes anyway."""
-        return self.parameters + self.gradients + self.optimizer + self.copies + self.activations
+        """Where a CPU trains, besides what the process takes anyway."""
+        lasting = self.parameters + self.gradients + self.optimizer + self.audits + self.remembered
+        return lasting + max(self.parameters + self.activations, self.averaging)
 
     @property
     def total(self) -> int:
-        """For a machine that runs one such node and trains on its CPU."""
+        """The peak of a node that trains on its CPU. While it gives its state to a late joiner, and while it writes a
+        checkpoint, it takes a copy more, if there is room."""
         return self.stage + PROCESS_BYTES
 
 
@@ -166,21 +181,23 @@ def stage_memory(manifest: Manifest, stage: int, *, in_flight: int | None = None
     """The memory of a stage with so many microbatches in flight, the manifest's number if none is given."""
     count = manifest.stage_parameters(stage)
     in_flight = manifest.network.in_flight if in_flight is None else in_flight
-    copies = PASSING_BYTES + (AUDIT_BYTES if manifest.verifier.audits else 0)
     return StageMemory(
         parameters=PARAMETER_BYTES * count,
         gradients=GRADIENT_BYTES * count,
         optimizer=ADAM_BYTES * count,
-        copies=copies * count,
+        audits=AUDIT_BYTES * count if manifest.verifier.audits else 0,
+        remembered=REMEMBERED_BYTES * count,
         activations=in_flight * _boundary_bytes(manifest)
         + graphs_at_once(manifest, stage, in_flight) * graph_bytes(manifest, stage)
         + _loss_bytes(manifest, stage),
+        averaging=AVERAGING_BYTES * count,
     )
 
 
-def stage_bytes(manifest: Manifest, stage: int) -> int:
+def stage_bytes(manifest: Manifest, stage: int, *, gpu: bool = False, in_flight: int | None = None) -> int:
     """What a stage needs besides the process: the measure by which a node claims one or leaves it."""
-    return stage_memory(manifest, stage).stage
+    found = stage_memory(manifest, stage, in_flight=in_flight)
+    return found.device if gpu else found.stage
 
 
 def graphs_at_once(manifest: Manifest, stage: int, in_flight: int) -> int:

@@ -32,6 +32,7 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
     if manifest is not None:
         tokens_per_step = manifest.training.sequences_per_step * manifest.model.context
     claim = node.membership.claim if node.membership is not None else None
+    probed = node.prober.result(node.stage) if node.prober is not None else None
     status: dict[str, Any] = {
         "version": VERSION,
         "swarm": node.swarm.hex(),
@@ -52,6 +53,7 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         "tokens_per_second": steps_per_second * tokens_per_step,
         "parameters_digest": trainer.parameters.hex() if trainer is not None else "",
         "checkpoint": node.checkpointer.status() if node.checkpointer is not None else None,
+        "probe": probed.as_dict() if probed is not None else None,
         "uptime_seconds": time.time() - node.started,
         "contribution": asdict(node.contribution.total),
         "contribution_of_this_run": asdict(node.contribution.now),

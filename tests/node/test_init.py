@@ -86,4 +86,4 @@ def test_the_estimate_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["volunteers_needed"] == 3 and said["volunteers_recommended"] == 9
     assert [stage["parameters"] for stage in said["stages"]] == [manifest.stage_parameters(stage) for stage in range(3)]
     memory = said["stages"][0]["memory_bytes"]
-    assert memory.pop("total") == sum(memory.values())
+    assert memory["total"] > memory["process"] + sum(memory[name] for name in ("parameters", "gradients", "optimizer"))
