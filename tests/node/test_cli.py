@@ -180,6 +180,31 @@ def test_a_wrong_argument_gets_one_line(arguments: list[str], says: str, capsys:
     assert list(Path.cwd().iterdir()) == []
 
 
+def words_for_numbers() -> list[tuple[str, str]]:
+    """Every option of every command that takes a number or one of some words."""
+    kinds = (click.IntRange, click.FloatRange, click.Choice)
+    return [
+        (name, option.opts[0])
+        for name, command in commands().items()
+        for option in command.params
+        if isinstance(option, click.Option) and isinstance(option.type, kinds)
+    ]
+
+
+@pytest.mark.parametrize(("name", "option"), words_for_numbers())
+def test_every_option_with_a_range_refuses_another_word(
+    name: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert option in refused(capsys, *name.split(), option, "nonsense")
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_command_refuses_an_option_that_it_does_not_have(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such option" in refused(capsys, *name.split(), "--bogus")
+    assert list(Path.cwd().iterdir()) == []
+
+
 @pytest.mark.parametrize("command", ["join", "status", "observe"])
 @pytest.mark.parametrize(
     ("invite", "says"),
