@@ -16,6 +16,7 @@ from typing import Final
 import psutil
 import torch
 
+from node.contribution import many
 from node.device import autocast_dtype, available_memory_bytes
 from node.estimate import graphs_at_once, size, stage_bytes
 from node.metrics import Metrics
@@ -191,6 +192,12 @@ def _run(
 
 def _tell(manifest: Manifest, found: Probed) -> None:
     seconds, wanted = 1.0 / found.microbatches_per_second, manifest.network.in_flight
+    log.info(
+        "[claiming] stage %d fits here: %s at a time, %.3g a second if nothing else goes on",
+        found.stage,
+        many(found.in_flight, "microbatch"),
+        found.microbatches_per_second,
+    )
     if found.in_flight < wanted:
         log.warning(
             "memory is short: %d microbatches at a time instead of %d; this node will be slower",

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from node.contribution import many
 from node.metric_words import PHASES
 from node.metrics import Metrics
 from protocol.errors import RemoteError, SentinelError
@@ -152,7 +153,9 @@ class Telemetry(Observer):
         """Gradients of so many microbatches are not in this stage's aggregate: they went with a replica that died."""
         self.counters.unaveraged += count
         self.metrics.microbatches.labels(outcome="unaveraged").inc(count)
-        self.event("unaveraged", step, text=f"the gradients of {count} microbatches went with a replica that is gone")
+        self.event(
+            "unaveraged", step, text=f"the gradients of {many(count, 'microbatch')} went with a replica that is gone"
+        )
 
     def step_done(self, step: int, loss: float | None, seconds: float) -> None:
         """A step was committed."""

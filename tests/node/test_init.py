@@ -12,7 +12,7 @@ from node import cli
 from node.estimate import estimate
 from node.init_cli import QUESTIONS
 from protocol.manifest import Manifest
-from tests.node.terminal import on_terminal
+from tests.node.terminal import ROOT, on_terminal
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +76,12 @@ def test_it_says_what_the_swarm_asks(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     found = estimate(written())
     assert f"{found.parameters:,} in all" in said and "8 to begin; 8 recommended" in said
+
+
+def test_the_quick_start_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", "--yes"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("wrote", "swarm id", "next"))]
+    assert "\n".join(said) in (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 
 
 def test_the_estimate_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
