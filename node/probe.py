@@ -7,6 +7,8 @@ weights are made up, since only shapes matter, and nothing of it is left afterwa
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import time
 from collections.abc import Callable
@@ -116,8 +118,7 @@ def probe(
             _tell(manifest, found)
             return found
         finally:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            _give_back(device)
     need = _needed(manifest, stage, device, 1)
     raise MemoryTooSmallError(
         f"stage {stage} does not fit here: with one microbatch at a time it takes {size(need)}, and {size(free)} of "
@@ -193,10 +194,10 @@ def _run(
 def _tell(manifest: Manifest, found: Probed) -> None:
     seconds, wanted = 1.0 / found.microbatches_per_second, manifest.network.in_flight
     log.info(
-        "[claiming] stage %d fits here: %s at a time, %.3g a second if nothing else goes on",
+        "[claiming] stage %d fits here: %s at a time, %s a second if nothing else goes on",
         found.stage,
         many(found.in_flight, "microbatch"),
-        found.microbatches_per_second,
+        f"{found.microbatches_per_second:,.0f}" if seconds < 0.1 else f"{found.microbatches_per_second:.2g}",
     )
     if found.in_flight < wanted:
         log.warning(
@@ -231,6 +232,14 @@ def _inputs(manifest: Manifest, stage: int) -> tuple[torch.Tensor, torch.Tensor 
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     last = stage == manifest.num_stages - 1
     return tokens if stage == 0 else values, tokens if last else None, values
+
+
+def _give_back(device: torch.device) -> None:
+    """Return what is free to the device and the system: the thread that trains allocates from another pool."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with contextlib.suppress(AttributeError, OSError):  # glibc's alone
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident() -> int:
