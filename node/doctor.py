@@ -207,6 +207,16 @@ def available_bytes(plan: Plan) -> int | None:
         return None
 
 
+def on_gpu(plan: Plan) -> bool:
+    """Whether the node would compute on a GPU."""
+    from node.device import choose_device
+
+    try:
+        return choose_device(plan.device).type == "cuda"
+    except SentinelError:
+        return False
+
+
 def memory(plan: Plan) -> list[Finding]:
     """Memory within the container's limit."""
     from node.device import cgroup_available_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from node.dialback import TOKEN_BYTES
-from node.doctor import Plan, available_bytes
+from node.doctor import Plan, available_bytes, on_gpu
 from node.estimate import stage_memory
 from node.findings import Finding, bad, good, note
 from node.settings import MAX_CLOCK_OFFSET_SECONDS
@@ -62,7 +62,7 @@ def swarm(plan: Plan, invite: Invite) -> list[Finding]:
     if said.round_trip > SLOW_SECONDS:
         found.append(note("network", "the node of the invite is slow to answer", "expect little; try a nearer swarm"))
     found.append(clock(said.clock_offset))
-    found.extend(fit(said.manifest, said.claims, available_bytes(plan)))
+    found.extend(fit(said.manifest, said.claims, available_bytes(plan), gpu=on_gpu(plan)))
     found.append(reachability(said.dialled_back, reached=reached, chosen=plan.port != 0))
     found.append(peers(said.claims, dials))
     return found
@@ -105,10 +105,11 @@ def clock(offset: float) -> Finding:
     return good("clock", text)
 
 
-def fit(manifest: Manifest, claims: tuple[Claim, ...], free: int | None) -> list[Finding]:
-    """Whether any stage fits, and which ones need somebody."""
+def fit(manifest: Manifest, claims: tuple[Claim, ...], free: int | None, *, gpu: bool = False) -> list[Finding]:
+    """Whether any stage fits, and which ones need somebody. ``free`` is the memory of the GPU, if there is one."""
     stages = range(manifest.num_stages)
-    needed = [stage_memory(manifest, stage).total for stage in stages]
+    memory = [stage_memory(manifest, stage) for stage in stages]
+    needed = [each.device if gpu else each.total for each in memory]
     alive = [claim for claim in claims if claim.state not in (NodeState.DRAINING, NodeState.EJECTED)]
     empty = [stage for stage in stages if not any(claim.stage == stage for claim in alive)]
     fitting = [stage for stage in stages if free is None or needed[stage] <= free]

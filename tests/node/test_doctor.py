@@ -153,6 +153,9 @@ def test_stages_that_fit_and_those_that_need_somebody() -> None:
     assert found.level is Level.GOOD and "nobody holds 1" in found.text
     assert fit(manifest, (), None)[0].level is Level.GOOD
     assert fit(manifest, (), 1 << 20)[0].level is Level.BAD
+    on_gpus = min(stage_memory(manifest, stage).device for stage in range(3))
+    assert fit(manifest, (), on_gpus - 1, gpu=True)[0].level is Level.BAD
+    assert fit(manifest, (), on_gpus, gpu=True)[0].level is Level.GOOD
     needed = sorted(stage_memory(manifest, stage).total for stage in range(3))
     found = fit(manifest, (), needed[0])  # type: ignore[assignment]
     assert [one.level for one in found] == [Level.GOOD, Level.NOTE]  # type: ignore[attr-defined]
