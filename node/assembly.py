@@ -63,6 +63,7 @@ async def assemble(
     worker: ComputeWorker,
     telemetry: Telemetry,
     checkpointer: Checkpointer,
+    in_flight: int,
     start: StageState | None,
     drill: Drill | None,
     data: TokenStream | None,
@@ -72,6 +73,7 @@ async def assemble(
     """Build the parts of a stage, all of which stand at one step before any of them can be asked.
 
     Args:
+        in_flight: microbatches that may be inside this node at a time.
         start: a state to go on from; None for the stage's first parameters.
         data: needed at stage 0.
         publish: tells the swarm of a verdict.
@@ -134,6 +136,7 @@ async def assemble(
         worker=worker,
         telemetry=telemetry,
         digest_at=history.digest_at,
+        in_flight=in_flight,
         drill=drill,
     )
     trainer = Trainer(

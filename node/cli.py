@@ -27,6 +27,7 @@ from node.cli_options import (
     state_option,
 )
 from node.drill_names import CONDUCT_ATTACKS, TENSOR_ATTACKS
+from node.init_cli import init
 from node.version import VERSION
 from protocol.errors import PreflightError, SentinelError, UsageError
 
@@ -90,45 +91,7 @@ def demo(**options: Any) -> None:
     raise SystemExit(run_demo(DemoOptions(**options)))
 
 
-@cli.command()
-@click.argument("path", type=click.Path(path_type=Path, dir_okay=False), default=Path("swarm.toml"))
-@option("--name", default="my-swarm", help="The swarm's name.")
-@option("--stages", type=click.IntRange(1, 128), default=3, help="Pipeline stages.")
-@option("--layers", type=click.IntRange(1, 512), default=6, help="Layers of the model.")
-@option("--width", type=click.IntRange(2, 65536), default=128, help="Width of the model.")
-@option("--heads", type=click.IntRange(1, 1024), default=4, help="Attention heads.")
-@option("--kv-heads", type=click.IntRange(1, 1024), default=2, help="Key/value heads.")
-@option("--steps", type=click.IntRange(0), default=0, help="Training steps; 0 has no end.")
-@option("--data", default="stdlib", help="stdlib, or file:PATH.")
-@option("--min-replicas", type=click.IntRange(1, 256), default=1, help="Replicas of each stage before the start.")
-@option("--allow-drills", is_flag=True, help="Let nodes join as attackers for practice.")
-@option("--invited", is_flag=True, help="Admit only peers for whom this machine's identity has run `sentinel admit`.")
-@state_option
-@option("--force", is_flag=True, help="Overwrite the file.")
-def init(path: Path, force: bool, invited: bool, state_dir: Path | None, **choices: Any) -> None:
-    """Write a commented swarm.toml, the manifest of a new swarm.
-
-    \b
-    Example:  sentinel init --name tiny --stages 3 --layers 6
-              sentinel init --invited
-    """
-    from node.initialise import coordinator_here, describe, new_manifest
-
-    if path.exists() and not force:
-        raise UsageError(f"{path} exists already; use --force to overwrite it, or name another file")
-    coordinator = coordinator_here(state_dir) if invited else ""
-    manifest, text = new_manifest(coordinator=coordinator, **choices)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; name another file") from None
-    click.echo(f"wrote {path}")
-    click.echo(describe(manifest))
-    click.echo(f"next: edit it if you like, then run: sentinel coordinate {path}")
-    if invited:
-        click.echo(
-            f"only {coordinator}, the identity here, can coordinate it; for each volunteer: sentinel admit PEER_ID"
-        )
+cli.add_command(init)
 
 
 @cli.command()
@@ -239,14 +202,28 @@ def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **opti
 @click.argument("invite", required=False, envvar="SENTINEL_INVITE")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 @option("--timeout", "seconds", type=click.FloatRange(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
+@option("--watch", is_flag=True, help="Ask all nodes again and again and show a live table, until Ctrl-C.")
+@option("--interval", type=click.FloatRange(0.5, 3600), default=2.0, help="Seconds between pictures of --watch.")
 @invite_file_option("Take the invite from this file.")
-def status(invite: str | None, invite_file: Path | None, as_json: bool, seconds: float) -> None:
+def status(
+    invite: str | None, invite_file: Path | None, as_json: bool, seconds: float, watch: bool, interval: float
+) -> None:
     """Show a swarm: stages, replicas, steps, loss, accusations.
+
+    Without --watch one node is asked, once. With it all are, and on no terminal each round is one line.
 
     \b
     Example:  sentinel status sentinel://SWARM_ID/ip4/192.0.2.7/tcp/31330/p2p/PEER_ID
+              sentinel status "$INVITE" --watch
     """
+    if watch and as_json:
+        raise UsageError("--watch and --json contradict each other; sentinel observe serves JSON all the time")
     parsed = invited(invite, invite_file)
+    if watch:
+        from node.observing.watching import watch_swarm
+
+        watch_swarm(parsed, interval=interval)
+        return
     from node.swarm_status import look, render
 
     found = look(parsed, seconds=seconds)

@@ -7,9 +7,10 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from node.contribution import MAX_COUNT, Contributed
 from node.membership import Membership
 from node.metrics import Metrics
 from protocol.errors import MessageError, SentinelError
@@ -29,14 +30,21 @@ class PeerReport:
     answers: bool = True
     step: int = 0
     loss: float | None = None
+    contributed: Contributed = field(default_factory=Contributed)
 
     @classmethod
     def of(cls, status: Mapping[str, Any]) -> PeerReport:
         """Of a peer's status, whatever that holds."""
         step, loss = status.get("step"), status.get("loss")
+        told = status.get("contribution")
+        told = told if isinstance(told, Mapping) else {}
+        sums = {name: told.get(name) for name in ("microbatches", "tokens", "steps")}
         return cls(
             step=step if type(step) is int and 0 <= step <= MAX_STEP else 0,
             loss=loss if type(loss) is float and math.isfinite(loss) else None,
+            contributed=Contributed(
+                **{name: sum_ for name, sum_ in sums.items() if type(sum_) is int and 0 <= sum_ <= MAX_COUNT}
+            ),
         )
 
 
@@ -80,7 +88,8 @@ class SwarmWatch:
         try:
             return PeerReport.of(await fetch_status(self._transport, peer))
         except SentinelError:
-            return PeerReport(answers=False)
+            known = self.reports.get(peer, PeerReport())
+            return PeerReport(answers=False, contributed=known.contributed)
 
     def who_is_there(self, manifest: Manifest) -> str:
         """The replicas of each stage, and before the start those that it waits for."""

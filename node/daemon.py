@@ -26,6 +26,7 @@ from node.assembly import StageParts, assemble
 from node.checkpoint_server import CheckpointServer
 from node.checkpointer import Checkpointer
 from node.checkpoints import CheckpointStore
+from node.contribution import Contribution
 from node.coordinator import SwarmWatch, fetch_step
 from node.custody import CopyStore, Custodian
 from node.device import available_memory_bytes, choose_device
@@ -39,12 +40,13 @@ from node.membership import Membership, Timing
 from node.metrics import Metrics
 from node.network import Network, P2PNetwork
 from node.pipeline import Pipeline
+from node.probe import Prober
 from node.reunion import Reunion, by_peer
 from node.sampling import sample_disk_for_ever, sample_for_ever
 from node.settings import MAX_CLOCK_OFFSET_SECONDS, NodeSettings
 from node.stage_data import StageData
 from node.state_folder import StateFolder
-from node.status import build_status
+from node.status import build_status, farewell
 from node.telemetry import Telemetry
 from node.trainer import Trainer
 from node.verdicts import restore_verdicts, save_verdicts
@@ -115,6 +117,7 @@ class Node:
         self.watch: SwarmWatch | None = None
         self.drill: Drill | None = None
         self.checkpointer: Checkpointer | None = None
+        self.prober: Prober | None = None
         self.finished = False
         self.stage: int | None = None
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -130,6 +133,7 @@ class Node:
         assert manifest is not None or invite is not None
         swarm_id = manifest.swarm_id if manifest is not None else invite.swarm_id if invite is not None else ""
         self.swarm = bytes.fromhex(swarm_id)
+        self.contribution = Contribution(folder, swarm_id, self.telemetry.counters)
         self.network = network if network is not None else self._real_network()
 
     def _real_network(self) -> Network:
@@ -377,6 +381,7 @@ class Node:
             drill=self.drill,
         )
         await self._remember_verdicts(self.guard, membership)
+        await asyncio.to_thread(self.contribution.load)
         self.guard.consider(self.identity.peer_id)
         self.guard.consider_verdicts(self.identity.peer_id)
         self._raise_if_ejected()
@@ -392,6 +397,7 @@ class Node:
             own=store.folder,
         )
         CheckpointServer(self.network.transport, custodian.folders)
+        self.prober = prober = Prober(manifest, device, self.metrics)
         forming = Forming(
             manifest=manifest,
             membership=membership,
@@ -403,6 +409,7 @@ class Node:
                 agent=AGENT,
                 drill=self.drill.plan.name if self.drill is not None else "",
                 memory_bytes=available_memory_bytes(device),
+                gpu=device.type == "cuda",
                 pinned=self.settings.stage,
                 unfit=await self._unfit(data),
                 checkpoints=await checkpointer.found(),
@@ -410,6 +417,7 @@ class Node:
             excluded=self.guard.excluded,
             set_state=self.set_state,
             connected=self.network.transport.connected,
+            try_out=prober.try_out,
             ask_step=partial(fetch_step, self.network.transport),
             restore=custodian.restore,
             rng=random.Random(),
@@ -478,6 +486,7 @@ class Node:
             drill=self.drill,
             data=await data.open() if stage == 0 else None,
             checkpointer=checkpointer,
+            in_flight=self.prober.in_flight(stage) if self.prober is not None else manifest.network.in_flight,
             start=start,
             set_state=self.set_state,
             publish=lambda data, verdict: self._spawn(membership.publish_finding(data, verdict)),
@@ -514,7 +523,7 @@ class Node:
     async def _leave(self, life: asyncio.Task[None], *, politely: bool) -> None:
         """Drain within a time limit; a second signal cuts it short."""
         if self.state is not NodeState.EJECTED and self._entered:
-            self.set_state(NodeState.DRAINING, "leaving")
+            self.set_state(NodeState.DRAINING, "finishing what is under way")
         self._leaving = True
         try:
             async with asyncio.timeout(DRAIN_SECONDS):
@@ -696,7 +705,8 @@ class Node:
         if changed or reason != self.reason:
             self.reason = reason
             if state is not NodeState.TRAINING or changed:
-                self._say(reason, state)
+                begins = state is NodeState.TRAINING and reason.startswith("step ")
+                self._say(f"training from {reason} on" if begins else reason, state)
         if changed:
             self.state = state
             self.metrics.set_state(state.value)
@@ -715,7 +725,9 @@ class Node:
         )
 
     def _say(self, text: str, state: NodeState | None = None) -> None:
-        log.info("[%s] %s", (state or self.state).value, text)
+        state = state or self.state
+        fetching = self.telemetry.download if state is NodeState.SYNCING else None
+        log.info("[%s] %s", state.value, text, extra=None if fetching is None else {"progress": fetching})
 
     def status(self, *, brief: bool = False) -> dict[str, Any]:
         """What /status and `sentinel status` show."""
@@ -733,15 +745,12 @@ class Node:
     def _write_summary(self) -> None:
         if self.trainer is None and not (self.settings.coordinates and self._entered):
             return  # there is nothing to tell, and the last run's is worth keeping
+        self.contribution.save()
+        self.metrics.set_contribution(self.contribution.total)
         summary = self.status()
         with contextlib.suppress(OSError):
             self.folder.write_json("summary.json", finite(summary))
-        counters = self.telemetry.counters
-        if not self.settings.coordinates:
-            self._say(
-                f"contributed {counters.microbatches} microbatches ({counters.tokens} tokens) "
-                f"in {counters.steps} steps over {time.time() - self.started:.0f} s"
-            )
+        self._say(farewell(self))
 
     async def _tell_progress(self) -> None:
         """Say now and then how far training is, or what it waits for."""
@@ -765,13 +774,14 @@ class Node:
         if self.trainer is not None and self.manifest is not None:
             training = self.manifest.training
             rate = self.telemetry.steps_per_second() * training.sequences_per_step * self.manifest.model.context
-            text += f", {rate:,.0f} tokens/s in the swarm, {self.telemetry.counters.microbatches} microbatches here"
+            text += f", {rate:,.0f} tokens/s in the swarm, {self.telemetry.counters.microbatches:,} microbatches here"
         return text
 
     async def _keep_peers(self) -> None:
         """Remember who was there, so that a restart finds the swarm when every seed is gone."""
         while True:
             await asyncio.to_thread(self.folder.save_peers, self._peer_addresses())
+            await asyncio.to_thread(self.contribution.save)
             await self._keep_verdicts()
             await asyncio.sleep(15)
 

@@ -12,19 +12,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from node.console import STANDING_COLOURS, sparkline
 from node.demo_processes import Child
 from protocol.manifest import Manifest
 
-BARS = "▁▂▃▄▅▆▇█"
 SHOWN_EVENTS = 8
 SHOWN_KINDS = frozenset({"quarantined", "ejected", "accusation", "verdict", "lost", "out_of_sync"})
-STANDING_COLOURS = {
-    "trusted": "green",
-    "probation": "cyan",
-    "suspect": "yellow",
-    "quarantined": "red",
-    "ejected": "red",
-}
 
 
 class DemoView:
@@ -102,14 +95,6 @@ class DemoView:
                 str(child.status.get("contribution", {}).get("microbatches", 0)),
             )
         return Group(Panel(Group(head, table), title=f"swarm {self._manifest.name}"))
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """The last ``width`` values as a row of bars."""
-    shown = values[-width:]
-    low, high = min(shown), max(shown)
-    span = (high - low) or 1.0
-    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in shown)
 
 
 def _loss(workers: list[Child]) -> float | None:

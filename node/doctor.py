@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from node.estimate import PROCESS_BYTES
 from node.findings import Finding, bad, good, note
 from node.version import VERSION
 from protocol.errors import SentinelError
@@ -23,8 +24,6 @@ from protocol.invite import Invite
 LEAST_OPEN_FILES, GOOD_OPEN_FILES = 256, 1024
 """Each connected peer takes about four."""
 LEAST_FREE_BYTES, GOOD_FREE_BYTES = 200 << 20, 2 << 30
-LEAST_MEMORY_BYTES = 600 << 20
-"""What a node takes besides its stage: Python, torch, p2pd."""
 DRIVER_SECONDS = 10.0
 
 
@@ -208,6 +207,16 @@ def available_bytes(plan: Plan) -> int | None:
         return None
 
 
+def on_gpu(plan: Plan) -> bool:
+    """Whether the node would compute on a GPU."""
+    from node.device import choose_device
+
+    try:
+        return choose_device(plan.device).type == "cuda"
+    except SentinelError:
+        return False
+
+
 def memory(plan: Plan) -> list[Finding]:
     """Memory within the container's limit."""
     from node.device import cgroup_available_bytes
@@ -217,8 +226,8 @@ def memory(plan: Plan) -> list[Finding]:
         return []
     limited = cgroup_available_bytes()
     text = f"{free / 2**30:.1f} GiB free" + ("" if limited is None else ", within this container's limit")
-    if free < LEAST_MEMORY_BYTES:
-        return [bad("memory", text, f"a node needs {LEAST_MEMORY_BYTES >> 20} MiB and its stage; give it more")]
+    if free < PROCESS_BYTES:
+        return [bad("memory", text, f"a node needs {PROCESS_BYTES >> 20} MiB and its stage; give it more")]
     return [good("memory", text)]
 
 

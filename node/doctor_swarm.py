@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from node.admission_file import AdmissionFile, known_here
 from node.dialback import TOKEN_BYTES
-from node.doctor import LEAST_MEMORY_BYTES, Plan, available_bytes
+from node.doctor import Plan, available_bytes, on_gpu
+from node.estimate import stage_memory
 from node.findings import Finding, bad, good, note
 from node.settings import MAX_CLOCK_OFFSET_SECONDS
 from protocol import fields
@@ -67,7 +68,7 @@ def swarm(plan: Plan, invite: Invite) -> list[Finding]:
     found.append(clock(said.clock_offset))
     if said.manifest.admission.mode == "invited":
         found.append(admission(said.manifest, plan.state_dir, now=time.time()))
-    found.extend(fit(said.manifest, said.claims, available_bytes(plan)))
+    found.extend(fit(said.manifest, said.claims, available_bytes(plan), gpu=on_gpu(plan)))
     found.append(reachability(said.dialled_back, reached=reached, chosen=plan.port != 0))
     found.append(peers(said.claims, dials))
     return found
@@ -126,10 +127,11 @@ def admission(manifest: Manifest, state_dir: Path, *, now: float) -> Finding:
     return note(name, f"by peer id; this one is {standing} here", f"ask the coordinator to run: sentinel admit {peer}")
 
 
-def fit(manifest: Manifest, claims: tuple[Claim, ...], free: int | None) -> list[Finding]:
-    """Whether any stage fits, and which ones need somebody."""
+def fit(manifest: Manifest, claims: tuple[Claim, ...], free: int | None, *, gpu: bool = False) -> list[Finding]:
+    """Whether any stage fits, and which ones need somebody. ``free`` is the memory of the GPU, if there is one."""
     stages = range(manifest.num_stages)
-    needed = [manifest.stage_memory_bytes(stage) + LEAST_MEMORY_BYTES for stage in stages]
+    memory = [stage_memory(manifest, stage) for stage in stages]
+    needed = [each.device if gpu else each.total for each in memory]
     alive = [claim for claim in claims if claim.state not in (NodeState.DRAINING, NodeState.EJECTED)]
     empty = [stage for stage in stages if not any(claim.stage == stage for claim in alive)]
     fitting = [stage for stage in stages if free is None or needed[stage] <= free]

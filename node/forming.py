@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -11,11 +12,14 @@ from typing import Any
 
 from node.checkpoints import Checkpoint
 from node.common_step import OFFERS, TRAINS, Meeting, Succession, meet, newest_at_most, succession, under_way
+from node.estimate import stage_bytes
 from node.membership import Membership
 from node.placement import choose_stage, should_move, stage_loads
 from protocol.errors import DataSourceError, MemoryTooSmallError, SettingsError
 from protocol.manifest import Manifest
 from protocol.records import Claim, NodeState
+
+log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 2.5
 """How long the set of claims must have been unchanged before the first step begins."""
@@ -48,6 +52,8 @@ class Applicant:
     agent: str
     drill: str
     memory_bytes: int
+    gpu: bool = False
+    """Whether that is a GPU's."""
     pinned: int | None
     """The stage that the volunteer chose, if any."""
     unfit: Mapping[int, str] = field(default_factory=dict)
@@ -83,11 +89,13 @@ class Forming:
         connected: Callable[[], Collection[str]],
         restore: Callable[[int, int, Callable[[str], None]], Awaitable[Checkpoint | None]],
         ask_step: Callable[[str], Awaitable[int | None]],
+        try_out: Callable[[int], Awaitable[None]],
         rng: random.Random,
     ) -> None:
         """``connected()`` lists the peers that answer: a claim may outlive its node. ``ask_step(peer)`` tells in which
         step a peer says that it is, None if it does not answer. ``restore(stage, at_most, tell)`` gets the newest
-        checkpoint of a stage, up to a step, from those who keep copies."""
+        checkpoint of a stage, up to a step, from those who keep copies.
+        ``try_out(stage)`` runs a step of it on this machine, and raises MemoryTooSmallError if it does not fit."""
         self._manifest = manifest
         self._swarm = bytes.fromhex(manifest.swarm_id)
         self._membership = membership
@@ -100,14 +108,30 @@ class Forming:
         self._restore = restore
         self._checkpoints = list(applicant.checkpoints)
         self._restore_after = 0.0
+        self._try_out = try_out
         self._offer: Checkpoint | None = None
+        self._too_large: dict[int, MemoryTooSmallError] = {}
+        """Stages that did not fit when they were tried."""
 
     def fits(self, stage: int) -> bool:
         """Whether this node can hold a stage."""
         return stage not in self._applicant.unfit and self._fits_memory(stage)
 
+    def _needs(self, stage: int) -> int:
+        """With a single microbatch in flight; how many more fit is found out by trying."""
+        return stage_bytes(self._manifest, stage, gpu=self._applicant.gpu, in_flight=1)
+
     def _fits_memory(self, stage: int) -> bool:
-        return self._manifest.stage_memory_bytes(stage) <= self._applicant.memory_bytes
+        return stage not in self._too_large and self._needs(stage) <= self._applicant.memory_bytes
+
+    async def _fits_when_tried(self, stage: int) -> bool:
+        try:
+            await self._try_out(stage)
+        except MemoryTooSmallError as error:
+            self._too_large[stage] = error
+            log.info("%s", error)
+            return False
+        return True
 
     async def claim(self) -> int:
         """Choose a stage and claim it.
@@ -119,7 +143,9 @@ class Forming:
         """
         self._set_state(NodeState.CLAIMING, "choosing a stage")
         await self._membership.refresh()
-        stage = self._choose()
+        while not await self._fits_when_tried(stage := self._choose()):
+            if stage == self._applicant.pinned or not any(map(self.fits, range(self._manifest.num_stages))):
+                raise self._too_large[stage]
         self._offer = self._newest(stage)
         claim = Claim(
             swarm=self._swarm,
@@ -153,7 +179,7 @@ class Forming:
             if (place := await self._place_under_way(stage, quiet)) is not None:
                 return place
             moved = self._other_stage(stage, stuck=quiet > STUCK_SECONDS)
-            if moved is not None:
+            if moved is not None and await self._fits_when_tried(moved):
                 stage, self._offer = moved, self._newest(moved)
                 await self._tell(stage=stage)
             claims = self._claims()
@@ -190,8 +216,8 @@ class Forming:
         if stage is None:
             if any(self._fits_memory(unfit) for unfit in self._applicant.unfit):
                 raise DataSourceError(next(iter(self._applicant.unfit.values())))
-            smallest = min(map(self._manifest.stage_memory_bytes, range(self._manifest.num_stages)))
-            needed = smallest if pinned is None else self._manifest.stage_memory_bytes(pinned)
+            smallest = min(map(self._needs, range(self._manifest.num_stages)))
+            needed = smallest if pinned is None else self._needs(pinned)
             raise MemoryTooSmallError(
                 f"{'no stage' if pinned is None else f'stage {pinned}'} fits: it needs {needed >> 20} MiB "
                 f"and {self._applicant.memory_bytes >> 20} MiB are free; close other programs or use a larger machine"

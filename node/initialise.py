@@ -1,4 +1,4 @@
-"""``sentinel init``: a new manifest from a few choices, with what it will ask of volunteers."""
+"""A new manifest from a few choices, as ``sentinel init`` makes it."""
 
 from __future__ import annotations
 
@@ -60,21 +60,3 @@ def coordinator_here(state_dir: Path | None) -> str:
     """
     folder = StateFolder.resolve(state_dir)
     return Identity.load_or_create(StateFolder(folder).identity_path).peer_id
-
-
-def describe(manifest: Manifest) -> str:
-    """What the swarm needs, in a few lines."""
-    stages = range(manifest.num_stages)
-    parameters = [manifest.stage_parameters(stage) for stage in stages]
-    memory = [manifest.stage_memory_bytes(stage) for stage in stages]
-    traffic = manifest.activation_bytes(manifest.wire.activation_dtype)
-    return "\n".join(
-        (
-            f"swarm id {manifest.swarm_id}",
-            f"{sum(parameters):,} parameters in {manifest.num_stages} stages "
-            f"({', '.join(f'{count:,}' for count in parameters)})",
-            f"memory per stage: {', '.join(f'{size / 2**20:.0f} MiB' for size in memory)}, besides the runtime's own",
-            f"each microbatch moves {traffic / 2**10:.0f} KiB over a stage boundary, each way",
-            f"volunteers needed to start: {manifest.num_stages * manifest.stages.min_replicas}",
-        )
-    )

@@ -220,10 +220,10 @@ class Joiner:
 
     async def _tell_progress(self, download: Download) -> None:
         while True:
+            self._progress(download.meter.done, download.meter.total)
             if download.donors:
                 text = progress_text(download.meter, self._clock(), siblings=download.donors, busy=download.busy)
                 self._tell(text)
-            self._progress(download.meter.done, download.meter.total)
             await asyncio.sleep(self._limits.look)
 
     def _dropped(self, peer: str, error: SentinelError) -> None:

@@ -7,9 +7,11 @@ a message stays on its line: control characters are shown as escapes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
+import shutil
 import sys
 import time
 from collections import OrderedDict
@@ -27,6 +29,13 @@ MAX_REMEMBERED: Final = 512
 """Distinct warnings remembered at once; more than that can only be warnings that hold changing numbers."""
 
 MAX_MESSAGE_CHARS: Final = 4000
+
+PROGRESS_SECONDS: Final = 5.0
+"""Between two lines of progress where no bar can be drawn."""
+
+BAR_CHARS: Final = 20
+BACK: Final = "\r\x1b[2K"
+"""To the beginning of the line, and that cleared."""
 
 _OURS: Final = ("node", "protocol", "verifier")
 _TAG: Final = re.compile(r"\[([a-z_]{1,24})\] ?")
@@ -58,6 +67,7 @@ def configure_logging(
     if level not in LEVELS:
         raise ValueError(f"the log level is {level!r}; use one of {', '.join(LEVELS)}")
     handler = _Handler(stream if stream is not None else sys.stderr)
+    handler.bars = log_format == "text" and handler.stream.isatty()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(RepeatFilter(REPEAT_SECONDS))
     root = logging.getLogger()
@@ -71,7 +81,54 @@ def configure_logging(
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Ours, so that it can be told from handlers that others added."""
+    """Ours, so that it can be told from handlers that others added.
+
+    An entry with an extra ``progress`` (done, of how much) is a bar on the last line of a terminal, and the next entry
+    takes its place. Elsewhere it is a line now and then.
+    """
+
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream)
+        self.bars = False
+        """Whether to draw bars: for people, and where one can go back in the line."""
+        self._drawn = False
+        self._clock = clock
+        self._told = -PROGRESS_SECONDS
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write an entry, or draw it."""
+        progress: tuple[int, int] | None = getattr(record, "progress", None)
+        if progress is not None and self.bars:
+            self._put(f"{BACK}{bar_line(record, *progress, width=_columns() - 1)}")
+            self._drawn = True
+            return
+        if progress is not None:
+            if self._clock() - self._told < PROGRESS_SECONDS:
+                return
+            self._told = self._clock()
+        if self._drawn:
+            self._put(BACK)
+            self._drawn = False
+        super().emit(record)
+
+    def _put(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+            self.stream.write(text)
+            self.stream.flush()
+
+
+def bar_line(record: logging.LogRecord, done: int, total: int, *, width: int) -> str:
+    """One line that fits: clock, tag, bar, percent and the entry's text."""
+    tag, text = split_tag(record)
+    share = min(1.0, done / total) if total else 0.0
+    filled = round(share * BAR_CHARS)
+    clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+    bar = "█" * filled + "░" * (BAR_CHARS - filled)
+    return f"{clock} [{tag}] {bar} {share:4.0%} {text}"[:width]
+
+
+def _columns() -> int:
+    return max(20, shutil.get_terminal_size((80, 24)).columns)
 
 
 def split_tag(record: logging.LogRecord) -> tuple[str, str]:

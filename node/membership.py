@@ -405,7 +405,9 @@ class Membership:
     def _mark_gone(self, peer: str, why: str) -> None:
         if (claim := self.view.mark_gone(peer)) is not None:
             self._lose(claim)
-            log.info("peer %s is gone: %s", peer[-8:], why)
+            left = claim.state is NodeState.DRAINING
+            log.info("%s of stage %d %s", peer[-8:], claim.stage, "has left" if left else "cannot be reached any more")
+            log.debug("peer %s is gone: %s", peer[-8:], why)
             self.notify()
 
     def _lose(self, claim: Claim) -> None:

@@ -13,10 +13,11 @@ import platform
 import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry
 
+from node.contribution import Contributed
 from node.metric_families import Families, Series
 from node.metric_words import (
     ACCUSATIONS,
@@ -45,6 +46,9 @@ from node.metric_words import (
 )
 from node.resources import p2pd_resident_bytes
 from node.version import VERSION
+
+if TYPE_CHECKING:
+    from node.probe import Probed
 
 MAX_NEIGHBOURS: Final = 64
 """Peers with a trust series, and those with an ejection. A larger swarm shows the least trusted ones."""
@@ -141,6 +145,28 @@ class Metrics(Families):
             "Microbatches: completed here, retried on another replica, refused with a strike, lost on every path, "
             "or gone unaveraged with a replica that died.",
             outcome=OUTCOMES,
+        )
+        self._contributed = {
+            name: self._gauge(
+                f"contributed_{name}",
+                f"{name.capitalize()} that this node has contributed to the swarm in all its runs, restarts included; "
+                "0 until it takes part.",
+                unit=unit,
+            )
+            for name, unit in (("microbatches", ""), ("tokens", "tokens"), ("steps", "steps"))
+        }
+        self.capacity = self._gauge(
+            "capacity_microbatches_per_second",
+            "Microbatches of its stage that this machine computes both ways, as the probe before the start measured; 0 "
+            "before.",
+            unit="microbatches per second",
+        )
+        self.in_flight_limit = self._gauge(
+            "microbatches_in_flight_limit",
+            "Microbatches that may be inside this node at a time, by the manifest and its memory; 0 before the probe.",
+        )
+        self.probe_peak = self._gauge(
+            "probe_peak_bytes", "Memory that the probe of the stage took at its peak; 0 before it."
         )
         self.in_flight = self._gauge("microbatches_in_flight", "Microbatches that are inside this node now.")
         self.phase_seconds = self._counter(
@@ -348,6 +374,17 @@ class Metrics(Families):
         """So many replicas of a stage are in the view, and so many of them take work."""
         self.view_replicas.labels(stage=str(stage)).set(live)
         self.serving_replicas.labels(stage=str(stage)).set(serving)
+
+    def set_probed(self, found: Probed) -> None:
+        """What the probe of this node's stage found."""
+        self.capacity.set(found.microbatches_per_second)
+        self.in_flight_limit.set(found.in_flight)
+        self.probe_peak.set(found.peak_bytes)
+
+    def set_contribution(self, sums: Contributed) -> None:
+        """What this node has contributed in all of its runs."""
+        for name, gauge in self._contributed.items():
+            gauge.set(getattr(sums, name))
 
     def set_open_audits(self, *, caller: int, juror: int) -> None:
         """Audits under way: those that this node asked for, and those in which it is a juror."""

@@ -18,7 +18,7 @@ MAX_CELL_CHARS: Final = 200
 _HEADLINES: Final = ("name", "state", "reason", "drill", "replicas", "events", "losses")
 """Fields of the status that have a place of their own on the page."""
 
-_OF_NODE: Final = {"mine": "What this node contributed", "by": "this node", "facts": "This node"}
+_OF_NODE: Final = {"mine": "What this node contributed, restarts included", "by": "this node", "facts": "This node"}
 _OF_SWARM: Final = {"mine": "Which nodes answer", "by": "its neighbours", "facts": "The swarm"}
 """What is said otherwise on the page of an observer."""
 

@@ -72,9 +72,11 @@ class Pipeline:
         worker: ComputeWorker,
         telemetry: Telemetry,
         digest_at: Callable[[int], bytes | None],
+        in_flight: int | None = None,
         drill: Drill | None = None,
     ) -> None:
-        """``digest_at(step)`` is the digest of this node's parameters in a step, if it still knows it."""
+        """``digest_at(step)`` is the digest of this node's parameters in a step, if it still knows it. ``in_flight``:
+        how many microbatches fit into its memory, else the manifest's number."""
         self._identity = identity
         self._manifest = manifest
         self._swarm = bytes.fromhex(manifest.swarm_id)
@@ -114,7 +116,7 @@ class Pipeline:
         )
         self._step: Step | None = None
         self._next_step = 0
-        self._slots = asyncio.Semaphore(manifest.network.in_flight)
+        self._slots = asyncio.Semaphore(in_flight or manifest.network.in_flight)
         self._open_calls: dict[str, int] = {}
         self._tokens_bytes = 4 * manifest.training.sequences_per_microbatch * (manifest.model.context + 1)
         self._next_key = 0

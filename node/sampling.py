@@ -50,6 +50,7 @@ def sample(node: Node, *, lag: float) -> None:
         metrics.set_replicas(stage, live=len(view.replicas(stage)), serving=len(serving))
     steps = node.manifest.training.steps if node.manifest is not None else 0
     metrics.step.set(node.step)
+    metrics.set_contribution(node.contribution.total)
     metrics.finished.set(node.finished or 0 < steps <= node.step)
     if node.guard is not None:
         metrics.set_trust(

@@ -1,8 +1,8 @@
 """A node's state folder: who uses it, where its files are, and writing them whole or not at all.
 
-The folder holds the identity, the last good peers, the verdicts about peers, the checkpoints and what runs left to
-read. One process uses it at a time: a lock, which the kernel drops when that process ends in whatever way, keeps a
-second one out.
+The folder holds the identity, the last good peers, the verdicts about peers, what was contributed, the checkpoints
+and what runs left to read. One process uses it at a time: a lock, which the kernel drops when that process ends in
+whatever way, keeps a second one out.
 """
 
 from __future__ import annotations

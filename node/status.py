@@ -6,9 +6,12 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from node.contribution import many
+from node.estimate import size
 from node.invites import invite_by
+from node.progress import duration
 from node.version import VERSION
-from protocol.records import Claim
+from protocol.records import Claim, NodeState
 
 if TYPE_CHECKING:
     from node.daemon import Node
@@ -29,6 +32,7 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
     if manifest is not None:
         tokens_per_step = manifest.training.sequences_per_step * manifest.model.context
     claim = node.membership.claim if node.membership is not None else None
+    probed = node.prober.result(node.stage) if node.prober is not None else None
     status: dict[str, Any] = {
         "version": VERSION,
         "swarm": node.swarm.hex(),
@@ -49,12 +53,10 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         "tokens_per_second": steps_per_second * tokens_per_step,
         "parameters_digest": trainer.parameters.hex() if trainer is not None else "",
         "checkpoint": node.checkpointer.status() if node.checkpointer is not None else None,
+        "probe": probed.as_dict() if probed is not None else None,
         "uptime_seconds": time.time() - node.started,
-        "contribution": {
-            "microbatches": counters.microbatches,
-            "tokens": counters.tokens,
-            "steps": counters.steps,
-        },
+        "contribution": asdict(node.contribution.total),
+        "contribution_of_this_run": asdict(node.contribution.now),
         "microbatches_retried": counters.retried,
         "microbatches_refused": counters.refused,
         "microbatches_lost": counters.lost,
@@ -75,6 +77,22 @@ def build_status(node: Node, *, brief: bool = False) -> dict[str, Any]:
         status["digests"] = list(telemetry.digests)
         status["peak_memory_bytes"] = peak_memory_bytes()
     return status
+
+
+def farewell(node: Node) -> str:
+    """What a node did, in one line, for when it leaves."""
+    lasted = duration(time.time() - node.started)
+    if node.settings.coordinates:
+        claims = node.membership.view.claims.values() if node.membership is not None else ()
+        there = sum(claim.state is not NodeState.DRAINING for claim in claims)
+        left = f"{many(there, 'node')} {'goes' if there == 1 else 'go'} on without it" if there else "no node is left"
+        return f"coordinated for {lasted}, up to step {node.step:,}; {left}"
+    counters, contribution = node.telemetry.counters, node.contribution
+    in_all = f"; {contribution.total} with earlier runs" if contribution.came_back else ""
+    return (
+        f"contributed {contribution.now} over {lasted}, "
+        f"sent {size(counters.bytes_out)} and received {size(counters.bytes_in)}{in_all}"
+    )
 
 
 def peak_memory_bytes() -> int:
@@ -130,6 +148,7 @@ def _replica(node: Node, claim: Claim) -> dict[str, Any]:
     if node.guard is not None:
         standing = node.guard.ledger.standing(claim.peer)
         replica["standing"] = asdict(standing)
-    if node.watch is not None and claim.peer in node.watch.reports:
-        replica["answers"] = node.watch.reports[claim.peer].answers
+    if node.watch is not None and (report := node.watch.reports.get(claim.peer)) is not None:
+        replica["answers"] = report.answers
+        replica["contribution"] = asdict(report.contributed)
     return replica

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from node.contribution import MAX_COUNT, many
 from node.invites import invite_by
 from protocol.errors import ProtocolVersionError, SwarmMismatchError
 from protocol.fields import MAX_STEP
@@ -15,6 +16,9 @@ from protocol.records import MAX_STAGE, Accusation, Claim, Record
 
 if TYPE_CHECKING:
     from protocol.light import LightSession
+
+MAX_REPLICAS = 256
+"""Looked at in a status; as many as an honest one holds."""
 
 
 def look(invite: Invite, *, seconds: float) -> dict[str, Any]:
@@ -98,6 +102,7 @@ def render(found: dict[str, Any]) -> str:
         + (f" of {steps}" if steps else "")
         + (f", loss {loss:.3f}" if isinstance(loss, float) and math.isfinite(loss) else "")
     ]
+    gave = contributed(seed)
     accused = {entry["accused"] for entry in found["accusations"]}
     for stage in range(stages):
         here = [claim for claim in claims if claim["stage"] == stage]
@@ -106,7 +111,8 @@ def render(found: dict[str, Any]) -> str:
             label = f" {claim['label']}" if claim["label"] else ""
             drill = f"  DRILL {claim['drill']}" if claim["drill"] else ""
             mark = "  accused" if claim["peer"] in accused else ""
-            lines.append(f"  {claim['peer'][-8:]}{label}  {claim['state']}  step {claim['step']}{drill}{mark}")
+            share = f"  {many(gave[claim['peer']], 'microbatch')}" if gave.get(claim["peer"]) else ""
+            lines.append(f"  {claim['peer'][-8:]}{label}  {claim['state']}  step {claim['step']}{share}{drill}{mark}")
     if not claims:
         lines.append("no replicas yet")
     for entry in found["accusations"]:
@@ -119,6 +125,18 @@ def render(found: dict[str, Any]) -> str:
     if invite := found.get("invite"):
         lines.append(f"invite: {invite}")
     return "\n".join(lines)
+
+
+def contributed(seed: dict[str, Any]) -> dict[str, int]:
+    """Microbatches by peer, in all their runs, as the asked node tells: a coordinator of all, others of themselves."""
+    replicas = seed.get("replicas")
+    told = [seed, *(replicas[:MAX_REPLICAS] if isinstance(replicas, list) else ())]
+    found = {}
+    for entry in told:
+        contribution = entry.get("contribution") if isinstance(entry, dict) else None
+        if isinstance(contribution, dict) and isinstance(entry.get("peer"), str):
+            found[entry["peer"]] = _whole(contribution.get("microbatches"), MAX_COUNT)
+    return found
 
 
 def _plain(value: object, most: int = 64) -> str:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from node.contribution import many
 from node.metric_words import PHASES
 from node.metrics import Metrics
 from protocol.errors import RemoteError, SentinelError
@@ -67,6 +68,8 @@ class Telemetry(Observer):
         self.digests: deque[tuple[int, str]] = deque(maxlen=MAX_DIGESTS)
         self.clock_offsets: dict[str, float] = {}
         self.microbatches_in_flight = 0
+        self.download: tuple[int, int] | None = None
+        """Bytes of the stage's state that are here, of how many; None while none is fetched."""
         self._tokens_per_microbatch = tokens_per_microbatch
         self._step_ended: deque[tuple[float, int]] = deque(maxlen=32)
         # Looked up once: these are touched many times for each microbatch, and a look-up costs more than the count.
@@ -122,6 +125,11 @@ class Telemetry(Observer):
         self.microbatches_in_flight += change
         self.metrics.in_flight.inc(change)
 
+    def state_fetched(self, done: int, size: int) -> None:
+        """So much of the stage's state is here."""
+        self.download = (done, size) if done < size else None
+        self.metrics.state_fetched(done, size)
+
     def completed(self, step: int, microbatch: int) -> None:
         """A microbatch was trained here, both ways."""
         self.counters.microbatches += 1
@@ -145,7 +153,9 @@ class Telemetry(Observer):
         """Gradients of so many microbatches are not in this stage's aggregate: they went with a replica that died."""
         self.counters.unaveraged += count
         self.metrics.microbatches.labels(outcome="unaveraged").inc(count)
-        self.event("unaveraged", step, text=f"the gradients of {count} microbatches went with a replica that is gone")
+        self.event(
+            "unaveraged", step, text=f"the gradients of {many(count, 'microbatch')} went with a replica that is gone"
+        )
 
     def restored(self, held: int, step: int) -> None:
         """This node goes on at ``step`` from its checkpoint of step ``held``."""

@@ -144,7 +144,7 @@ class Trainer:
             inquiry=self._inquiry,
             claimed=self._claimed,
             tell=lambda text: set_state(NodeState.SYNCING, text),
-            progress=telemetry.metrics.state_fetched,
+            progress=telemetry.state_fetched,
             on_false=self._gave_false_state,
         )
         if self.step > 0:

@@ -36,9 +36,6 @@ from protocol.packing import pack, unpack
 MAX_MANIFEST_BYTES = 64 * 1024
 """A manifest takes about 2 KiB."""
 
-BYTES_PER_PARAMETER = 16
-"""fp32 parameter, gradient and two Adam moments."""
-
 _WIRE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 _INT8_BLOCK = 64
 """Values that share an fp32 scale; as in protocol.tensors, which needs torch and so is not imported here."""
@@ -172,22 +169,6 @@ class Manifest(Section):
         if stage == self.num_stages - 1:
             total += model.width + (0 if model.tie_embeddings else model.vocab_size * model.width)
         return total
-
-    def stage_memory_bytes(self, stage: int) -> int:
-        """Estimate of the memory of a stage in training, in bytes: 16 a parameter, and what autograd keeps.
-
-        Kept in fp32 for each microbatch in flight: some 6 widths, 2 key or value widths and 4 feed-forward
-        widths a token and layer (attention computed without its full matrix), the boundary tensors both ways,
-        and in the last stage the logits with their softmax and gradient.
-        """
-        model = self.model
-        kv_width = model.kv_heads * (model.width // model.heads)
-        per_token = len(self.stage_layers(stage)) * (6 * model.width + 2 * kv_width + 4 * model.ffn)
-        per_token += 4 * model.width
-        if stage == self.num_stages - 1:
-            per_token += 3 * model.vocab_size
-        tokens = self.training.sequences_per_microbatch * model.context * self.network.in_flight
-        return BYTES_PER_PARAMETER * self.stage_parameters(stage) + 4 * per_token * tokens
 
 
 def _too_long(length: int, unit: str) -> str:

@@ -43,6 +43,9 @@ WITHOUT_TORCH = {
         "node.cli",
         "node.observing.run",
         "node.admit",
+        "node.estimate",
+        "node.init_cli",
+        "node.initialise",
     ),
 }
 HEAVY = ("torch", "hivemind", "libp2p", "transformers", "pyarrow")

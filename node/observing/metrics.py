@@ -83,8 +83,8 @@ class SwarmMetrics(Families):
                 ("loss", "The loss that the node tells; NaN if it tells none.", "nats per token"),
                 ("trust", "Trust of its neighbours, the middle of what they tell; NaN if none does.", "from 0 to 1"),
                 ("uptime_seconds", "How long it runs, as it tells.", ""),
-                ("microbatches", "Microbatches that it has trained since it started, as it tells.", ""),
-                ("tokens", "Tokens that it has trained on since it started, as it tells.", "tokens"),
+                ("microbatches", "Microbatches that it has trained in all its runs, as it tells.", ""),
+                ("tokens", "Tokens that it has trained on in all its runs, as it tells.", "tokens"),
                 ("microbatches_refused", "Microbatches that it has refused since it started, as it tells.", ""),
                 ("stream_bytes", "Bytes that it has sent and received since it started, as it tells.", ""),
             )

@@ -107,6 +107,12 @@ function trusted(replica, me) {
   return `${short(standing.state, 20)}, trust ${number(standing.trust, 2)}`;
 }
 
+// Its own word, which a coordinator and an observer pass on.
+function gave(replica) {
+  const count = (replica.contribution || replica.told || {}).microbatches;
+  return typeof count === "number" && count > 0 ? `${number(count)} microbatches` : "";
+}
+
 function pipeline(status) {
   const replicas = list(status.replicas);
   const stages = Math.min(typeof status.stages === "number" ? status.stages : 0, 128);
@@ -114,7 +120,7 @@ function pipeline(status) {
   for (let stage = 0; stage < stages; stage += 1) {
     shown.push(replicas.filter((replica) => replica.stage === stage).map((replica) => ({
       peer: short(replica.peer).slice(-8), label: short(replica.label, 40), state: said(replica),
-      look: looks(replica), trust: trusted(replica, status.peer), me: replica.peer === status.peer,
+      look: looks(replica), trust: trusted(replica, status.peer), gave: gave(replica), me: replica.peer === status.peer,
     })));
   }
   const many = replicas.length > MANY_REPLICAS;
@@ -125,7 +131,7 @@ function pipeline(status) {
     const rows = element("ul", "replicas");
     for (const replica of here) {
       const row = element("li", `replica ${replica.look} ${replica.me ? "me" : ""}`, replica.label || replica.peer);
-      const words = [replica.state, replica.trust].filter(Boolean).join(" · ");
+      const words = [replica.state, replica.trust, replica.gave].filter(Boolean).join(" · ");
       row.append(element("span", "said", ` ${words}`));
       row.title = `${replica.peer} ${words}`;
       if (many) row.setAttribute("aria-label", `${replica.label || replica.peer}: ${words}`);

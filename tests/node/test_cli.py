@@ -41,7 +41,7 @@ OPTIONS = {
     },
     "init": {
         *("--name", "--stages", "--layers", "--width", "--heads", "--kv-heads", "--steps", "--data"),
-        *("--min-replicas", "--allow-drills", "--invited", "--state-dir", "--force"),
+        *("--min-replicas", "--allow-drills", "--invited", "--state-dir", "--force", "--yes", "--json"),
     },
     "admit": {"--days", "--revoke", "--list", "--json", "--manifest", "--state-dir"},
     "coordinate": {*NODE_OPTIONS, "--invite-file"},
@@ -50,7 +50,7 @@ OPTIONS = {
         *("--stage", "--device", "--threads", "--drill", "--drill-from", "--checkpoints", "--exit-when-done"),
         *("--invite-file", "--copies-gib"),
     },
-    "status": {"--json", "--timeout", "--invite-file"},
+    "status": {"--json", "--timeout", "--watch", "--interval", "--invite-file"},
     "observe": {"--http-host", "--http-port", "--interval", "--log-format", "--log-level", "--invite-file"},
     "doctor": {
         *("--state-dir", "--host", "--port", "--http-host", "--http-port", "--device", "--timeout", "--json"),
@@ -157,6 +157,8 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--no-drill", "--drill", "random:1"], "contradict"),
         (["demo", "--json", "no/such/folder/result.json"], "does not exist"),
         (["status", INVITE, "--timeout", "0"], "--timeout"),
+        (["status", INVITE, "--watch", "--interval", "0"], "--interval"),
+        (["status", INVITE, "--watch", "--json"], "contradict"),
         (["observe", INVITE, "--interval", "0.5"], "--interval"),
         (["observe", INVITE, "--http-port", "70000"], "--http-port"),
         (["observe", INVITE, "--log-level", "loud"], "--log-level"),
@@ -176,6 +178,31 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_a_wrong_argument_gets_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert says in refused(capsys, *arguments)
+    assert list(Path.cwd().iterdir()) == []
+
+
+def words_for_numbers() -> list[tuple[str, str]]:
+    """Every option of every command that takes a number or one of some words."""
+    kinds = (click.IntRange, click.FloatRange, click.Choice)
+    return [
+        (name, option.opts[0])
+        for name, command in commands().items()
+        for option in command.params
+        if isinstance(option, click.Option) and isinstance(option.type, kinds)
+    ]
+
+
+@pytest.mark.parametrize(("name", "option"), words_for_numbers())
+def test_every_option_with_a_range_refuses_another_word(
+    name: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert option in refused(capsys, *name.split(), option, "nonsense")
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_command_refuses_an_option_that_it_does_not_have(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such option" in refused(capsys, *name.split(), "--bogus")
     assert list(Path.cwd().iterdir()) == []
 
 

@@ -15,6 +15,7 @@ from node.admission_file import AdmissionFile
 from node.cli import main
 from node.doctor import Plan, disk, examine, open_files, ports, software, state_folder
 from node.doctor_swarm import admission, clock, dials, fit, listening, peers, reachability
+from node.estimate import stage_memory
 from node.findings import Finding, Level, as_dict, bad, good, note, render, works
 from protocol.admissions import DAY_SECONDS, Admission, sign_admission
 from protocol.identity import Identity
@@ -171,8 +172,11 @@ def test_stages_that_fit_and_those_that_need_somebody() -> None:
     assert found.level is Level.GOOD and "nobody holds 1" in found.text
     assert fit(manifest, (), None)[0].level is Level.GOOD
     assert fit(manifest, (), 1 << 20)[0].level is Level.BAD
-    needed = sorted(manifest.stage_memory_bytes(stage) for stage in range(3))
-    found = fit(manifest, (), needed[0] + doctor.LEAST_MEMORY_BYTES)  # type: ignore[assignment]
+    on_gpus = min(stage_memory(manifest, stage).device for stage in range(3))
+    assert fit(manifest, (), on_gpus - 1, gpu=True)[0].level is Level.BAD
+    assert fit(manifest, (), on_gpus, gpu=True)[0].level is Level.GOOD
+    needed = sorted(stage_memory(manifest, stage).total for stage in range(3))
+    found = fit(manifest, (), needed[0])  # type: ignore[assignment]
     assert [one.level for one in found] == [Level.GOOD, Level.NOTE]  # type: ignore[attr-defined]
 
 

@@ -162,3 +162,53 @@ def test_a_library_that_renames_levels_does_not_rename_ours() -> None:
         assert TextFormatter().format(record).endswith("[x] warning: careful")
     finally:
         logging.addLevelName(logging.WARNING, "WARNING")
+
+
+# progress -----------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def fetch(done: int, total: int = 200) -> None:
+    logging.getLogger("node.daemon").info("[syncing] %s", f"{done} of {total}", extra={"progress": (done, total)})
+
+
+def test_progress_is_a_bar_on_a_terminal_that_the_next_entry_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    screen = Screen()
+    configure_logging("text", "info", stream=screen)
+    fetch(50)
+    fetch(100)
+    logging.getLogger("node.daemon").info("[training] begins")
+    first, second, rest = screen.getvalue().split("\r\x1b[2K")[1:]
+    assert first.endswith("[syncing] █████░░░░░░░░░░░░░░░  25% 50 of 200") and second.endswith("50% 100 of 200")
+    assert rest.endswith("[training] begins\n") and "\n" not in first + second
+    fetch(200)
+    assert len(screen.getvalue().rpartition("\r\x1b[2K")[2]) < 70
+
+
+@pytest.mark.parametrize(("log_format", "screen"), [("text", io.StringIO()), ("json", Screen())])
+def test_progress_is_a_line_now_and_then_elsewhere(log_format: str, screen: io.StringIO) -> None:
+    handler = configure_logging(log_format, "info", stream=screen)
+    clock = FakeClock()
+    handler._clock = clock  # type: ignore[attr-defined]
+    handler._told = -60.0  # type: ignore[attr-defined]
+    for _ in range(10):
+        clock.now += 1.0
+        fetch(int(clock.now))
+    lines = screen.getvalue().splitlines()
+    assert len(lines) == 2 and "\x1b" not in screen.getvalue()
+    if log_format == "json":
+        assert [json.loads(line)["progress"] for line in lines] == [[1, 200], [6, 200]]
+
+
+def test_a_total_that_is_not_known_yet_is_no_division_by_zero() -> None:
+    screen = Screen()
+    configure_logging("text", "info", stream=screen)
+    fetch(0, 0)
+    assert "0%" in screen.getvalue()

@@ -305,7 +305,7 @@ def test_a_tokenizer_file_may_have_few_tokens_and_a_hash() -> None:
     assert Manifest.from_mapping(changed("data", **data) | {"model": {"vocab_size": 2}}).data.tokenizer_sha256
 
 
-def test_layers_parameters_and_memory_of_the_stages() -> None:
+def test_layers_and_parameters_of_the_stages() -> None:
     assert [DEFAULT.stage_layers(stage) for stage in range(DEFAULT.num_stages)] == [
         range(0, 2),
         range(2, 4),
@@ -315,8 +315,6 @@ def test_layers_parameters_and_memory_of_the_stages() -> None:
     assert DEFAULT.stage_parameters(0) == 2 * layer + 260 * 128
     assert DEFAULT.stage_parameters(1) == 2 * layer
     assert DEFAULT.stage_parameters(2) == 2 * layer + 260 * 128 + 128
-    for stage in range(3):
-        assert 16 * DEFAULT.stage_parameters(stage) < DEFAULT.stage_memory_bytes(stage) < 100 * 2**20
     for stage in (-1, 3):
         with pytest.raises(IndexError, match=f"no stage {stage}"):
             DEFAULT.stage_layers(stage)
@@ -326,11 +324,6 @@ def test_a_tied_head_is_counted_once() -> None:
     values = {"name": "attic", "stages": {"layers_per_stage": [6]}}
     tied = Manifest.from_mapping(values | {"model": {"tie_embeddings": True}})
     assert Manifest.from_mapping(values).stage_parameters(0) - tied.stage_parameters(0) == 260 * 128
-
-
-def test_more_in_flight_takes_more_memory() -> None:
-    more = Manifest.from_mapping(changed("network", in_flight=8))
-    assert more.stage_memory_bytes(1) > DEFAULT.stage_memory_bytes(1)
 
 
 def test_sizes_of_a_step_and_of_a_tensor() -> None:

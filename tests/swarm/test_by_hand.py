@@ -30,7 +30,7 @@ async def test_newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # the socket folders of killed nodes stay in here
     toml = tmp_path / "swarm.toml"
     code, text, _ = await sentinel("init", str(toml), "--name", "tiny", *SMALL)
-    assert code == 0 and "volunteers needed to start: 3" in text
+    assert code == 0 and "3 to begin; 9 recommended" in text
     manifest = Manifest.from_toml(toml.read_text())
     async with running(tmp_path, manifest) as swarm:
         coordinator = await swarm.coordinate(path=toml)
