@@ -34,7 +34,7 @@ import node, protocol, verifier
 names = {found.name for package in (verifier, protocol, node)
          for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".")}
 # py-libp2p and hivemind cannot share a process, and the last one runs the node.
-names -= {"protocol.light", "node.observing.asking", "node.__main__"}
+names -= {"protocol.light", "node.observing.asking", "node.observing.watching", "node.export_live", "node.__main__"}
 for name in sorted(names):
     importlib.import_module(name)
 import pyarrow, pyarrow.parquet as parquet

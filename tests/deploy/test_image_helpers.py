@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -136,3 +137,16 @@ def test_local_paths_of_pip_settings_are_mounted(tmp_path: Path) -> None:
         f"find-links = {MOUNTED_AT}/2",
         f"    {tmp_path}/none",
     ]
+
+
+def test_the_list_of_modules_that_an_image_imports_at_once_is_right() -> None:
+    """Found out here in seconds, and not by a build of many minutes."""
+    parts = re.search(
+        r'^PARTS: Final = """(.*?)"""',
+        (ROOT / "deploy" / "image" / "check.py").read_text(encoding="utf-8"),
+        re.M | re.S,
+    )
+    assert parts is not None
+    imports = parts[1].partition("import pyarrow")[0]
+    ran = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
