@@ -135,6 +135,7 @@ class Custodian:
         self._clock = clock
         self._rests_until = 0.0
         self._not_before: dict[int, float] = {}
+        self._kept: set[int] = set()
 
     def folders(self) -> list[Path]:
         """Where checkpoints lie: this node's own, then copies."""
@@ -198,7 +199,10 @@ class Custodian:
                 )
             copy = await fetch(self._transport, offer, manifest=self._manifest, stage=stage, folder=self._store.folder)
             self._store.drop_older(stage, copy.step)
-            log.info("keeping a copy of stage %d, step %d", stage, copy.step)
+            # Once a stage for people; there is another one every few minutes.
+            level = logging.DEBUG if stage in self._kept else logging.INFO
+            self._kept.add(stage)
+            log.log(level, "keeping a copy of stage %d, step %d", stage, copy.step)
             self._metrics.copies.labels(outcome="fetched").inc()
             self._rests_until = self._clock() + REST * (self._clock() - started)
         except (SentinelError, OSError) as error:
