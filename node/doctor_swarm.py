@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from node import bandwidth
 from node.admission_file import AdmissionFile, known_here
 from node.dialback import TOKEN_BYTES
 from node.doctor import Plan, available_bytes, on_gpu
@@ -71,6 +72,7 @@ def swarm(plan: Plan, invite: Invite) -> list[Finding]:
     found.extend(fit(said.manifest, said.claims, available_bytes(plan), gpu=on_gpu(plan)))
     found.append(reachability(said.dialled_back, reached=reached, chosen=plan.port != 0))
     found.append(peers(said.claims, dials))
+    found.append(bandwidth.judge(bandwidth.measure(said.manifest, said.claims, seconds=plan.seconds), said.manifest))
     return found
 
 

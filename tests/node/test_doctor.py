@@ -12,6 +12,7 @@ import pytest
 
 from node import doctor
 from node.admission_file import AdmissionFile
+from node.bandwidth import Rate, judge
 from node.cli import main
 from node.doctor import Plan, disk, examine, open_files, ports, software, state_folder
 from node.doctor_swarm import admission, clock, dials, fit, listening, peers, reachability
@@ -223,3 +224,20 @@ def test_findings_read_well() -> None:
         "a node would not work here: 1 problem",
     ]
     assert as_dict(found[:2])["works"] is True and not works(found)
+
+
+# bandwidth -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rate", "level", "words"),
+    [
+        (None, Level.GOOD, "not measured"),
+        (Rate(bytes=0, seconds=1.0), Level.GOOD, "not measured"),
+        (Rate(bytes=32 << 20, seconds=1.0), Level.GOOD, "32 MiB/s from a node"),
+        (Rate(bytes=1000, seconds=1.0), Level.NOTE, "s for a microbatch"),
+    ],
+)
+def test_a_slow_line_is_told_of(rate: Rate | None, level: Level, words: str) -> None:
+    found = judge(rate, Manifest.from_mapping({"name": "test"}))
+    assert found.level is level and words in found.text
