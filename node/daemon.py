@@ -22,6 +22,7 @@ from typing import Any
 
 from node.admission_file import AdmissionFile
 from node.admissions import Admissions
+from node.answers import Answers
 from node.assembly import StageParts, assemble
 from node.checkpoint_server import CheckpointServer
 from node.checkpointer import Checkpointer
@@ -30,7 +31,6 @@ from node.contribution import Contribution
 from node.coordinator import SwarmWatch, fetch_step
 from node.custody import CopyStore, Custodian
 from node.device import available_memory_bytes, choose_device
-from node.dialback import DialBacks
 from node.drill import Drill, DrillPlan, parse_drill
 from node.forming import Applicant, Forming, Place
 from node.guard import Guard
@@ -39,6 +39,7 @@ from node.invite_file import write_invite_file
 from node.membership import Membership, Timing
 from node.metrics import Metrics
 from node.network import Network, P2PNetwork
+from node.peer_findings import Findings
 from node.pipeline import Pipeline
 from node.probe import Prober
 from node.reunion import Reunion, by_peer
@@ -49,24 +50,19 @@ from node.state_folder import StateFolder
 from node.status import build_status, farewell
 from node.telemetry import Telemetry
 from node.trainer import Trainer
-from node.verdicts import restore_verdicts, save_verdicts
 from node.version import AGENT
 from node.worker import ComputeWorker
 from protocol.errors import (
     EjectedError,
     LocalError,
     PreflightError,
-    RecordError,
     SentinelError,
     SettingsError,
 )
-from protocol.fields import encode
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.manifest import Manifest
-from protocol.messages import MAX_RECORDS, Method, Push
-from protocol.records import Accusation, NodeState, Verdict, parse_record, sign_accusation
-from protocol.transports.base import Request, Response, Route
+from protocol.records import NodeState
 from protocol.transports.dht import RecordStore
 from protocol.transports.p2pd import DaemonOptions
 
@@ -115,6 +111,7 @@ class Node:
         self.pipeline: Pipeline | None = None
         self.parts: StageParts | None = None
         self.watch: SwarmWatch | None = None
+        self.findings = Findings(self)
         self.drill: Drill | None = None
         self.checkpointer: Checkpointer | None = None
         self.prober: Prober | None = None
@@ -224,13 +221,9 @@ class Node:
         self._entered = True
         self.metrics.p2pd_up.set(1)
         if self.settings.http_port is not None:
-            self._spawn(sample_for_ever(self))
-            self._spawn(sample_disk_for_ever(self.metrics, self.folder.path))
-        transport = self.network.transport
-        transport.serve(Method.MANIFEST, Route(handler=self._serve_manifest))
-        transport.serve(Method.VIEW, Route(handler=self._serve_view))
-        transport.serve(Method.STATUS, Route(handler=self._serve_status))
-        transport.serve(Method.DIAL_BACK, Route(handler=DialBacks().serve))
+            self.spawn(sample_for_ever(self))
+            self.spawn(sample_disk_for_ever(self.metrics, self.folder.path))
+        Answers(self).serve()
         self._identify()
         if not self.settings.coordinates:
             self._tell_parent()
@@ -252,7 +245,7 @@ class Node:
             membership = self._begin_membership(self.manifest)
             await self.network.join_records(None, [])
             if seeds:
-                self._spawn(self._rejoin(seeds))
+                self.spawn(self._rejoin(seeds))
         else:
             assert settings.invite is not None
             invited, cached = settings.invite.addresses, self.folder.load_peers()
@@ -280,7 +273,7 @@ class Node:
         self.invite_line = str(Invite(swarm_id=self.swarm.hex(), addresses=self.network.addresses))
         self.invited.set()
         membership.start()
-        self._spawn(self._look_for_the_lost(membership))
+        self.spawn(self._look_for_the_lost(membership))
         await membership.refresh()
 
     async def _obtain_admission(self, manifest: Manifest, seed: str) -> None:
@@ -301,7 +294,7 @@ class Node:
                 metrics=self.metrics,
                 on_excluded=self._fail,
             )
-            self._spawn(self.admissions.run())
+            self.spawn(self.admissions.run())
         return self.admissions
 
     async def _look_for_the_lost(self, membership: Membership) -> None:
@@ -340,7 +333,7 @@ class Node:
             timing=Timing(lease=manifest.network.lease_seconds, renew=manifest.network.renew_seconds),
             transport=self.network.transport,
             store=self.network.store,
-            on_finding=self._finding,
+            on_finding=self.findings.heard,
             admissions=self._begin_admissions(manifest),
         )
         return self.membership
@@ -353,7 +346,7 @@ class Node:
         self.set_state(NodeState.WAITING, "coordinating")
         self._say(f"invite: {self.invite_line}")
         self._tell_parent()
-        self._spawn(self._tell_progress())
+        self.spawn(self._tell_progress())
         self.watch = watch = SwarmWatch(
             transport=self.network.transport, membership=self.membership, metrics=self.metrics
         )
@@ -374,13 +367,13 @@ class Node:
             manifest=manifest,
             view=membership.view,
             telemetry=self.telemetry,
-            accuse=self._accuse,
+            accuse=self.findings.accuse,
             on_ejected=self._ejected,
             notify=membership.notify,
             seed=int.from_bytes(hashlib.sha256(b"sentinel:directions" + self.swarm).digest()[:4], "big"),
             drill=self.drill,
         )
-        await self._remember_verdicts(self.guard, membership)
+        await self.findings.remember()
         await asyncio.to_thread(self.contribution.load)
         self.guard.consider(self.identity.peer_id)
         self.guard.consider_verdicts(self.identity.peer_id)
@@ -430,33 +423,10 @@ class Node:
         self.stage = place.stage
         trainer, whole = await self._build_trainer(place, device, data)
         membership.forming = False
-        self._spawn(self._tell_progress())
-        self._spawn(custodian.run())
+        self.spawn(self._tell_progress())
+        self.spawn(custodian.run())
         await trainer.run(behind=place.behind or not whole)
         await self._finish()
-
-    async def _remember_verdicts(self, guard: Guard, membership: Membership) -> None:
-        """Take up the standings and findings of an earlier run: a restart is no amnesty."""
-        now = time.time()
-        expired, records = await asyncio.to_thread(
-            lambda: restore_verdicts(self.folder, self.swarm.hex(), guard.ledger, now=now)
-        )
-        for change in expired:
-            self.telemetry.standing_changed(change, membership.view.stage_of(change.peer), 0)
-        guard.restored()
-        for data in records:
-            with contextlib.suppress(RecordError):  # most have run out by now; what is damaged is worth nothing
-                membership.take(parse_record(data, swarm=self.swarm, now=now), data)
-
-    async def _keep_verdicts(self) -> None:
-        if self.guard is None or self.membership is None:
-            return
-        view, ejected = self.membership.view, self.guard.all_ejected()
-        signed = [*view.signed_accusations.items(), *view.signed_verdicts.items()]
-        records = [data for (accused, _), data in signed if accused in ejected]
-        standings = self.guard.ledger.export()
-        with contextlib.suppress(OSError):  # a full disk shows elsewhere, and must not end the training
-            await asyncio.to_thread(save_verdicts, self.folder, self.swarm.hex(), standings, records)
 
     async def _unfit(self, data: StageData) -> dict[int, str]:
         """Stages that this node cannot hold for another reason than its memory, and why."""
@@ -489,12 +459,12 @@ class Node:
             in_flight=self.prober.in_flight(stage) if self.prober is not None else manifest.network.in_flight,
             start=start,
             set_state=self.set_state,
-            publish=lambda data, verdict: self._spawn(membership.publish_finding(data, verdict)),
+            publish=lambda data, verdict: self.spawn(membership.publish_finding(data, verdict)),
         )
         self.trainer, self.pipeline = self.parts.trainer, self.parts.pipeline
         if loaded is not None and start is not None:
             self.telemetry.restored(loaded.step, start.step)
-        self._spawn(self._keep_peers())
+        self.spawn(self._keep_peers())
         return self.trainer, start is not None or place.checkpoint is None
 
     async def _finish(self) -> None:
@@ -541,7 +511,7 @@ class Node:
             await self.checkpointer.close()
         if self.parts is not None:
             await self.parts.close()
-        await self._keep_verdicts()
+        await self.findings.keep()
         self._write_summary()
         for task in list(self._tasks):
             task.cancel()
@@ -591,56 +561,6 @@ class Node:
         self.metrics.p2pd_up.set(0)
         self._fail(LocalError(f"p2pd ended unexpectedly with code {code}; start the node again"))
 
-    def _finding(self, finding: Accusation | Verdict) -> None:
-        if isinstance(finding, Accusation):
-            self._accusation(finding)
-            return
-        if self.guard is not None and self.guard.judged_finally(finding.accused):
-            return
-        self.telemetry.event(
-            "verdict",
-            finding.step,
-            peer=finding.accused,
-            stage=finding.accused_stage,
-            text=f"{len(finding.votes)} jurors computed its work again: {finding.reason}",
-        )
-        if self.guard is not None:
-            self.guard.consider_verdicts(finding.accused)
-
-    def _accusation(self, accusation: Accusation) -> None:
-        self.metrics.accusations.labels(direction="received").inc()
-        self.telemetry.event(
-            "accusation",
-            accusation.step,
-            peer=accusation.accused,
-            stage=accusation.accused_stage,
-            text=f"accused by {accusation.accuser[-8:]} of stage {accusation.accuser_stage}: {accusation.reason}",
-        )
-        if self.guard is not None:
-            self.guard.consider(accusation.accused)
-
-    def _accuse(self, peer: str, stage: int, reason: str, step: int, evidence: bytes) -> None:
-        assert self.manifest is not None and self.membership is not None
-        membership = self.membership
-        claim = membership.claim
-        if claim is None:
-            return
-        accusation = Accusation(
-            swarm=self.swarm,
-            accuser=self.identity.peer_id,
-            accuser_stage=claim.stage,
-            accused=peer,
-            accused_stage=stage,
-            kind="strikes",
-            reason=reason,
-            step=step,
-            evidence=evidence,
-            expires=time.time() + self.manifest.verifier.ejection_seconds,
-        )
-        self.metrics.accusations.labels(direction="sent").inc()
-        data = sign_accusation(self.identity, accusation)
-        self._spawn(membership.publish_finding(data, accusation))
-
     def _ejected(self, peer: str, reason: str, until: float) -> None:
         if peer != self.identity.peer_id:
             return
@@ -673,27 +593,6 @@ class Node:
         self.drill = Drill(plan, seed=self.identity.seed)
         self.metrics.drill(plan.name)
         log.warning("DRILL: this node attacks the swarm on purpose (%s from step %d)", plan.name, plan.from_step)
-
-    # what others ask -----------------------------------------------------------------
-
-    async def _serve_manifest(self, request: Request) -> Response:
-        if self.manifest is None:
-            raise LocalError("this node has no manifest yet")
-        return Response(body=(self.manifest.to_bytes(),))
-
-    async def _serve_view(self, request: Request) -> Response:
-        records: list[bytes] = []
-        size = 0
-        for data in self.membership.view.records() if self.membership is not None else ():
-            size += len(data) + 8
-            if len(records) >= MAX_RECORDS or size > 200_000:
-                break
-            records.append(data)
-        return Response(head=encode(Push(records=tuple(records))))
-
-    async def _serve_status(self, request: Request) -> Response:
-        status = finite(self.status(brief=True))
-        return Response(body=(json.dumps(status, allow_nan=False).encode(),))
 
     # reporting -----------------------------------------------------------------------
 
@@ -782,14 +681,15 @@ class Node:
         while True:
             await asyncio.to_thread(self.folder.save_peers, self._peer_addresses())
             await asyncio.to_thread(self.contribution.save)
-            await self._keep_verdicts()
+            await self.findings.keep()
             await asyncio.sleep(15)
 
     def _peer_addresses(self) -> list[str]:
         claims = self.membership.view.claims.values() if self.membership is not None else ()
         return [address for claim in claims if claim.peer != self.identity.peer_id for address in claim.addresses]
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something beside this node's life; it ends with the node, and what it raises ends the node."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
