@@ -12,15 +12,17 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 
+from node.wiring import capped_capacities
 from protocol.records import Claim
 
 
 def stage_loads(claims: Sequence[Claim], num_stages: int) -> list[float]:
-    """Total claimed capacity of each stage."""
+    """Total capacity of each stage. One claim of absurd speed counts little: it must not keep others off its stage."""
+    counted = capped_capacities(claims)
     loads = [0.0] * num_stages
     for claim in claims:
         if claim.stage < num_stages:
-            loads[claim.stage] += claim.capacity
+            loads[claim.stage] += counted[claim.peer]
     return loads
 
 

@@ -40,13 +40,18 @@ def shuffled(swarm: bytes, step: int, stage: int, peers: Sequence[str]) -> list[
 
 def shares(claims: Sequence[Claim]) -> dict[str, float]:
     """Each replica's part of its stage's work, by capped capacity; they sum to 1."""
+    capped = capped_capacities(claims)
+    total = sum(capped.values())
+    return {peer: capacity / total for peer, capacity in capped.items()}
+
+
+def capped_capacities(claims: Sequence[Claim]) -> dict[str, float]:
+    """What each claim's capacity counts for: no more than ``MAX_SHARE_FACTOR`` times the lower median of them."""
     if not claims:
         return {}
     capacities = sorted(claim.capacity for claim in claims)
     cap = MAX_SHARE_FACTOR * capacities[(len(capacities) - 1) // 2]
-    capped = {claim.peer: min(claim.capacity, cap) for claim in claims}
-    total = sum(capped.values())
-    return {peer: capacity / total for peer, capacity in capped.items()}
+    return {claim.peer: min(claim.capacity, cap) for claim in claims}
 
 
 def wire(

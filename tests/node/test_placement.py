@@ -96,6 +96,13 @@ def test_a_node_does_not_move_where_it_does_not_fit() -> None:
     )
 
 
+@given(st.integers(0, 5), st.floats(1e-3, 1e6))
+def test_one_claim_of_absurd_speed_keeps_nobody_off_its_stage(seed: int, capacity: float) -> None:
+    claims = [claim("liar", 0, capacity=capacity), *(claim(peer, 1) for peer in names(4))]
+    assert stage_loads(claims, 2)[0] <= 3.0
+    assert choose_stage(claims, num_stages=2, fits=anywhere, rng=random.Random(seed)) == 0
+
+
 def test_a_claim_of_a_stage_that_does_not_exist_counts_nowhere() -> None:
     claims = [claim("a", 0), claim("b", 1), claim("mad", 9, capacity=1e6)]
     assert stage_loads(claims, 2) == [1.0, 1.0]
