@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.churning.inject import FaultError
-from benchmarks.churning.network import why_no_network_faults
 from benchmarks.churning.report import build_report, failures, table
 from benchmarks.churning.runs import Options, churned, undisturbed
 from benchmarks.churning.schedule import Cast, Rules, Schedule, ScheduleError, check, draw, parse_schedule
@@ -91,14 +90,13 @@ async def _uninterrupted(work: Coroutine[Any, Any, int]) -> int:
 
 async def _benchmark(folder: Path, options: Options, chosen: argparse.Namespace) -> int:
     schedule = _schedule(options, chosen)
-    network = why_no_network_faults()
-    _tell(f"{len(schedule)} faults in {options.minutes:g} minutes, seed {options.seed}; network faults: {network}")
+    _tell(f"{len(schedule)} faults in {options.minutes:g} minutes, seed {options.seed}")
     outcome = await churned(folder / "churned", options, schedule, _tell)
     losses = _earlier_losses(chosen.undisturbed, options)
     if max(losses, default=-1) + 1 < outcome.steps:
         _tell(f"the same {outcome.steps} steps undisturbed")
         losses = await undisturbed(folder / "undisturbed", options, outcome.steps, _tell)
-    report = build_report(options, outcome, losses, network)
+    report = build_report(options, outcome, losses)
     found = failures(report)
     if chosen.json is not None:
         swarm = churn_manifest(options.stages, options.replicas).swarm_id

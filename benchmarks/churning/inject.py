@@ -9,12 +9,15 @@ from collections.abc import AsyncIterator
 
 import psutil
 
+from benchmarks.churning.schedule import Kind
 from node.demo_processes import Child
 
 HELPER = "p2pd"
 GONE_SECONDS = 5.0
 """A p2pd is told by the kernel that its node has died, and needs a moment to end."""
 LOOK_SECONDS = 0.05
+STANDS_SECONDS, RUNS_SECONDS = 0.4, 0.1
+"""Of a p2pd that is slowed down: a fifth of its speed, and up to half a second late."""
 
 
 class FaultError(RuntimeError):
@@ -121,6 +124,47 @@ async def frozen(child: Child) -> AsyncIterator[None]:
         yield
     finally:
         thaw(stopped)
+
+
+@contextlib.asynccontextmanager
+async def cut(child: Child) -> AsyncIterator[None]:
+    """A node whose p2pd is stopped while the block runs: as if its line were cut.
+
+    Raises:
+        FaultError: it has none.
+    """
+    helper = helper_of(child)
+    helper.suspend()
+    try:
+        yield
+    finally:
+        thaw([helper])
+
+
+async def slow_down(child: Child, seconds: float) -> None:
+    """For so long, let a node's p2pd run ``RUNS_SECONDS`` of every ``RUNS_SECONDS`` + ``STANDS_SECONDS``.
+
+    Raises:
+        FaultError: it has none.
+    """
+    ends = asyncio.get_running_loop().time() + seconds
+    while asyncio.get_running_loop().time() < ends and child.running:
+        async with cut(child):
+            await asyncio.sleep(STANDS_SECONDS)
+        await asyncio.sleep(RUNS_SECONDS)
+
+
+async def endure(child: Child, kind: Kind, seconds: float) -> None:
+    """Do a fault that lasts, to its end.
+
+    Raises:
+        FaultError: it cannot be done.
+    """
+    if kind is Kind.SLOW:
+        await slow_down(child, seconds)
+        return
+    async with frozen(child) if kind is Kind.FREEZE else cut(child):
+        await asyncio.sleep(seconds)  # the fault itself
 
 
 async def wait_ended(child: Child, seconds: float) -> int | None:

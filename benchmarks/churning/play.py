@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.churning import inject
 from benchmarks.churning.inject import FaultError
-from benchmarks.churning.schedule import ARRIVALS, COORDINATOR, Fault, Kind, Schedule, stage_of
+from benchmarks.churning.schedule import ARRIVALS, COORDINATOR, LASTING, Fault, Kind, Schedule, stage_of
 from benchmarks.churning.swarm import LEAVE_SECONDS, ChurnSwarm, Life, SwarmError
 
 HOLD_SECONDS = 60.0
@@ -99,9 +99,9 @@ class Player:
             self.swarm.problem(str(error))
 
     async def _harm(self, life: Life, fault: Fault) -> None:
-        if fault.kind is Kind.FREEZE:
+        if fault.kind in LASTING:
             life.frozen = True
-            self._later(self._frozen(life, fault.length))
+            self._later(self._endures(life, fault))
             return
         life.fault = fault.kind
         match fault.kind:
@@ -118,14 +118,13 @@ class Player:
         life.killed = True
         await inject.kill(life.child)
 
-    async def _frozen(self, life: Life, seconds: float) -> None:
+    async def _endures(self, life: Life, fault: Fault) -> None:
         try:
-            async with inject.frozen(life.child):
-                await asyncio.sleep(seconds)
+            await inject.endure(life.child, fault.kind, fault.length)
         finally:
             life.frozen = False
-        self.swarm.say(f"thawed {life.name}")
-        await self._trains(life, "freeze")
+        self.swarm.say(f"{life.name} is well again after {fault.kind}")
+        await self._trains(life, fault.kind)
 
     async def _leaves(self, life: Life, expected: int, seconds: float) -> None:
         """See a node off that has been told to leave, or cannot go on: it ends, and nothing of it stays."""

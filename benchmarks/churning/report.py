@@ -14,8 +14,8 @@ MOST_LOSS_CHANGE = 0.02
 """As a share of the undisturbed loss."""
 
 
-def build_report(options: Options, outcome: Outcome, undisturbed: dict[int, float], network: str) -> dict[str, Any]:
-    """The result as JSON; the fields are those of docs/churn.md. ``network``: why no network faults were made."""
+def build_report(options: Options, outcome: Outcome, undisturbed: dict[int, float]) -> dict[str, Any]:
+    """The result as JSON; the fields are those of docs/churn.md."""
     steps = comparable_steps(outcome.losses, undisturbed)
     return {
         "faults": outcome.faults,
@@ -35,7 +35,6 @@ def build_report(options: Options, outcome: Outcome, undisturbed: dict[int, floa
         "problems": outcome.problems,
         "skipped": outcome.skipped,
         "happened": outcome.happened,
-        "network_faults": network,
         "microbatches_retried": outcome.retried,
         "digests_compared": outcome.compared,
         "divergent": [asdict(divergence) for divergence in outcome.divergences],
@@ -113,7 +112,7 @@ def table(report: dict[str, Any], found: list[str]) -> str:
         ),
         ("leaks", "; ".join(_leaks(report["leaks"])) or f"none (open files: {max(growth, default=0):+d} at most)"),
         ("problems", str(len(report["problems"]))),
-        ("left out", f"{len(report['skipped'])} faults; network faults: {report['network_faults']}"),
+        ("left out", f"{len(report['skipped'])} faults"),
     ]
     lines = ["", *(f"{name:<18} {text}" for name, text in rows)]
     lines += [f"NOT AS IT SHOULD BE: {failure}." for failure in found] or ["All as it should be."]

@@ -31,6 +31,10 @@ class Kind(StrEnum):
     """SIGKILL: no goodbye. Its p2pd has to go with it."""
     FREEZE = "freeze"
     """SIGSTOP of node and p2pd, and SIGCONT some seconds later: a laptop that is closed and opened."""
+    CUT = "cut"
+    """SIGSTOP of its p2pd alone, for some seconds: the node runs, and nothing gets through to it or from it."""
+    SLOW = "slow"
+    """For some seconds its p2pd is stopped most of the time: all that it carries comes late and in bursts."""
     TERM = "term"
     """SIGTERM: it leaves politely."""
     P2PD_DEATH = "p2pd-death"
@@ -44,6 +48,8 @@ class Kind(StrEnum):
 
 
 ARRIVALS = frozenset({Kind.JOIN, Kind.REJOIN})
+LASTING = frozenset({Kind.FREEZE, Kind.CUT, Kind.SLOW})
+"""These are over after some seconds, and the node is still there."""
 ENDINGS = frozenset({Kind.KILL, Kind.TERM, Kind.P2PD_DEATH, Kind.SEED_DEATH})
 """After these the node's process is gone."""
 
@@ -57,17 +63,17 @@ class Fault:
     step: int = 0
     second: float = 0.0
     length: float = 0.0
-    """Seconds that a freeze lasts."""
+    """Seconds that it lasts, if it is one of those that do."""
 
     def __post_init__(self) -> None:
         """Check it.
 
         Raises:
-            ScheduleError: no node has this name, or a freeze has no length, or something else has one.
+            ScheduleError: no node has this name, or one that lasts has no length, or something else has one.
         """
         stage_of(self.node)
-        if (self.kind is Kind.FREEZE) != (self.length > 0):
-            raise ScheduleError(f"{self}: a freeze, and nothing else, lasts for some seconds")
+        if (self.kind in LASTING) != (self.length > 0):
+            raise ScheduleError(f"{self}: {', '.join(sorted(LASTING))}, and nothing else, lasts for some seconds")
         if self.step and self.second:
             raise ScheduleError(f"{self}: a fault is due at a step or at a second, not at both")
 
@@ -148,7 +154,7 @@ class Rules:
     """What a swarm is asked to bear. Seconds are those of the schedule."""
 
     least: int = 1
-    """Replicas that each stage keeps, neither gone nor frozen nor new."""
+    """Replicas that each stage keeps, neither gone nor frozen or cut off nor new."""
     most_frozen: int = 1
     settle: float = 45.0
     """Seconds before a node that came, or was frozen, counts as one on which its stage can rely."""
@@ -235,7 +241,7 @@ class Cast:
         if node.frozen_until > now:
             return f"{fault.node} is frozen"
         frozen = sum(other.frozen_until > now for other in self._nodes.values())
-        if fault.kind is Kind.FREEZE and frozen >= self.rules.most_frozen:
+        if fault.kind in LASTING and frozen >= self.rules.most_frozen:
             return f"{frozen} frozen already"
         return ""
 
@@ -251,7 +257,7 @@ class Cast:
             self._nodes[fault.node] = _Presence(here=True, ready=now + self.rules.settle)
             return
         node = self._nodes[fault.node]
-        if fault.kind is Kind.FREEZE:
+        if fault.kind in LASTING:
             node.frozen_until = now + fault.length
             node.ready = now + fault.length + self.rules.settle
         else:
@@ -271,6 +277,8 @@ def check(schedule: Schedule, cast: Cast) -> None:
 WEIGHTS = {
     Kind.KILL: 4.0,
     Kind.FREEZE: 3.0,
+    Kind.CUT: 2.0,
+    Kind.SLOW: 1.0,
     Kind.TERM: 2.0,
     Kind.P2PD_DEATH: 2.0,
     Kind.SEED_DEATH: 1.0,
@@ -316,7 +324,8 @@ def _candidates(cast: Cast, stages: int, length: float) -> Iterable[Fault]:
     for name in cast.here():
         for kind in (Kind.KILL, Kind.TERM, Kind.P2PD_DEATH):
             yield Fault(kind=kind, node=name)
-        yield Fault(kind=Kind.FREEZE, node=name, length=length)
+        for kind in sorted(LASTING):
+            yield Fault(kind=kind, node=name, length=length)
     yield Fault(kind=Kind.SEED_DEATH, node=COORDINATOR)
     for name in (COORDINATOR, *cast.away()):
         yield Fault(kind=Kind.REJOIN, node=name)

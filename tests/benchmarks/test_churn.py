@@ -17,6 +17,7 @@ from benchmarks.churning.schedule import (
     ARRIVALS,
     COORDINATOR,
     ENDINGS,
+    LASTING,
     Cast,
     Fault,
     Kind,
@@ -43,7 +44,7 @@ SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4))
 def faults(draw: st.DrawFn) -> Fault:
     kind = draw(st.sampled_from(Kind))
     when: dict[str, Any] = draw(st.one_of(st.builds(dict, step=st.integers(0, 10**8)), st.builds(dict, second=TENTHS)))
-    return Fault(kind=kind, node=draw(NAMES), length=draw(TENTHS) if kind is Kind.FREEZE else 0.0, **when)
+    return Fault(kind=kind, node=draw(NAMES), length=draw(TENTHS) if kind in LASTING else 0.0, **when)
 
 
 def kill(node: str, second: float) -> Fault:
@@ -72,7 +73,7 @@ def test_a_schedule_is_in_the_order_in_which_it_is_due(schedule: list[Fault]) ->
         ("kill s1r0", "write 'at step 12"),
         ("at step 12, on s1r0, do kill now", "write 'at step 12"),
         ("at step 12 s, on s1r0, do kill", "write 'at step 12"),
-        ("at step 12, on s1r0, do murder", "there are kill, freeze"),
+        ("at step 12, on s1r0, do murder", "there are kill, freeze, cut, slow"),
         ("at step 12, on bob, do kill", "'bob' is no node"),
         ("at step 12, on s1r0, do freeze", "lasts for some seconds"),
         ("at step 12, on s1r0, do kill for 3 s", "lasts for some seconds"),
@@ -140,7 +141,7 @@ def test_no_drawn_fault_takes_the_last_replica_that_its_stage_can_rely_on(
                 if stage_of(name) == stage and name != fault.node and ready <= now and frozen.get(name, 0.0) <= now
             ]
             assert len(left) >= least, f"{fault} leaves {left}"
-            if fault.kind is Kind.FREEZE:
+            if fault.kind in LASTING:
                 assert all(until <= now for until in frozen.values()), "one is frozen at a time"
                 frozen[fault.node] = now + fault.length
                 since[fault.node] = now + fault.length + settle
@@ -343,7 +344,7 @@ def outcome(**changes: Any) -> Outcome:
 
 
 def judged(undisturbed: dict[int, float] = LOSSES, **changes: Any) -> tuple[list[str], str]:
-    report = build_report(OPTIONS, outcome(**changes), undisturbed, "none")
+    report = build_report(OPTIONS, outcome(**changes), undisturbed)
     found = failures(report)
     return found, table(report, found)
 

@@ -47,9 +47,8 @@ async def do(swarm: Swarm, fault: Fault) -> None:
     match fault.kind:
         case Kind.KILL | Kind.SEED_DEATH:
             await inject.kill(newest(swarm, fault.node))
-        case Kind.FREEZE:
-            async with inject.frozen(newest(swarm, fault.node)):
-                await asyncio.sleep(fault.length)  # the fault itself
+        case Kind.FREEZE | Kind.CUT | Kind.SLOW:
+            await inject.endure(newest(swarm, fault.node), fault.kind, fault.length)
         case Kind.TERM:
             child = newest(swarm, fault.node)
             inject.terminate(child)

@@ -103,6 +103,35 @@ async def test_a_frozen_replica_is_worked_around_and_catches_up(swarm: Swarm) ->
     assert not [event for event in (await swarm.status(first))["events"] if event["kind"] == "ejected"]
 
 
+async def test_a_replica_that_is_cut_off_knows_it_and_agrees_again_when_the_cut_has_healed(swarm: Swarm) -> None:
+    lonely, first = newest(swarm, "s1r2"), newest(swarm, "s0r0")
+    async with inject.cut(lonely):
+        await swarm.until(first, lambda status: lonely.peer not in peers(status), seconds=NOTICED_SECONDS)
+        step = await steps_on(swarm, first, 3)
+        stood = (await swarm.status(lonely))["step"]  # it runs, and nothing gets through to it
+        assert stood <= step
+    await trains(swarm, lonely, from_step=step + 1)
+    begun = lonely.status["step"]
+    await swarm.until(lonely, lambda status: status["step"] >= begun + 3)
+    await agree(swarm, "s1r0", "s1r1", "s1r2", from_step=begun)
+    for child in (first, lonely):
+        status = await swarm.status(child)
+        assert status["microbatches_lost"] == 0
+        assert not [event for event in status["events"] if event["kind"] == "ejected"]
+
+
+async def test_a_replica_with_a_slow_line_holds_nobody_up_for_long(swarm: Swarm) -> None:
+    first = newest(swarm, "s0r0")
+    begun = (await swarm.status(first))["step"]
+    await play(swarm, f"at step {begun}, on s1r1, do slow for 8 s", watched="s0r0")
+    await steps_on(swarm, first, 3)
+    for name in ("s1r0", "s1r1", "s1r2"):
+        await trains(swarm, newest(swarm, name), from_step=begun + 1)
+    begun = (await swarm.status(first))["step"]
+    await swarm.until(newest(swarm, "s1r1"), lambda status: status["step"] >= begun + 2)
+    await agree(swarm, "s1r0", "s1r1", "s1r2", from_step=begun)
+
+
 async def test_a_node_notices_the_death_of_its_p2pd_and_says_so(swarm: Swarm) -> None:
     dead = newest(swarm, "s1r1")
     await play(swarm, "at step 3, on s1r1, do p2pd-death", watched="s0r0")  # waits until it notices, and ends
