@@ -28,6 +28,7 @@ from node.cli_options import (
 )
 from node.drill_names import CONDUCT_ATTACKS, TENSOR_ATTACKS
 from node.init_cli import init
+from node.malloc import one_pool
 from node.version import VERSION
 from protocol.errors import PreflightError, SentinelError, UsageError
 
@@ -192,6 +193,7 @@ def _run_node(*, state_dir: Path | None, log_format: str, log_level: str, **opti
         if settings.manifest is not None:
             check_coordinator(settings.manifest, identity, folder.path)
         _hear_sigterm()
+        one_pool()
         # This takes in torch and hivemind: seconds, for which no mistake above need wait.
         from node.run import run_node
 

@@ -390,7 +390,8 @@ class Node:
             own=store.folder,
         )
         CheckpointServer(self.network.transport, custodian.folders)
-        self.prober = prober = Prober(manifest, device, self.metrics)
+        self._worker = self._make_worker()
+        self.prober = prober = Prober(manifest, device, self.metrics, self._worker)
         forming = Forming(
             manifest=manifest,
             membership=membership,
@@ -441,8 +442,8 @@ class Node:
         loaded = start
         if start is not None and place.step is not None:
             start = replace(start, step=place.step)
+        assert self._worker is not None
         self._identify(stage=str(stage))
-        self._worker = self._make_worker()
         self.parts = await assemble(
             identity=self.identity,
             manifest=manifest,

@@ -6,9 +6,6 @@ weights are made up, since only shapes matter, and nothing of it is left afterwa
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import ctypes
 import logging
 import time
 from collections.abc import Callable
@@ -21,9 +18,11 @@ import torch
 from node.contribution import many
 from node.device import autocast_dtype, available_memory_bytes
 from node.estimate import graphs_at_once, size, stage_bytes
+from node.malloc import give_back
 from node.metrics import Metrics
 from node.model import StageModule
 from node.stage import StageRunner
+from node.worker import ComputeWorker, Priority
 from protocol.errors import MemoryTooSmallError
 from protocol.manifest import Manifest
 
@@ -62,20 +61,23 @@ class Probed:
 class Prober:
     """The probes of one node, at most one for each stage."""
 
-    def __init__(self, manifest: Manifest, device: torch.device, metrics: Metrics) -> None:
+    def __init__(self, manifest: Manifest, device: torch.device, metrics: Metrics, worker: ComputeWorker) -> None:
+        """``worker``: the one that will train. What torch keeps for each thread is then there once, and a node that may
+        use few threads is measured with few."""
+        self._worker = worker
         self._manifest = manifest
         self._device = device
         self._metrics = metrics
         self._results: dict[int, Probed] = {}
 
     async def try_out(self, stage: int) -> None:
-        """Run the probe, unless it has been run for this stage; in a thread.
+        """Run the probe, unless it has been run for this stage; in the compute thread.
 
         Raises:
             MemoryTooSmallError: the stage does not fit.
         """
         if stage not in self._results:
-            self._results[stage] = await asyncio.to_thread(probe, self._manifest, stage, self._device)
+            self._results[stage] = await self._worker.run(Priority.CHECK, probe, self._manifest, stage, self._device)
         self._metrics.set_probed(self._results[stage])
 
     def result(self, stage: int | None) -> Probed | None:
@@ -235,11 +237,10 @@ def _inputs(manifest: Manifest, stage: int) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def _give_back(device: torch.device) -> None:
-    """Return what is free to the device and the system: the thread that trains allocates from another pool."""
+    """Return what is free to the device and the system: what the probe took is not needed in just these pieces."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    with contextlib.suppress(AttributeError, OSError):  # glibc's alone
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back()
 
 
 def _resident() -> int:

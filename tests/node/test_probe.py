@@ -14,6 +14,7 @@ from node.metrics import Metrics
 from node.model import StageModule
 from node.probe import Prober, probe
 from node.stage import StageRunner
+from node.worker import InlineWorker
 from protocol.errors import MemoryTooSmallError
 from protocol.manifest import Manifest
 from tests.swarm.harness import small_manifest
@@ -129,7 +130,7 @@ def test_a_machine_that_is_too_slow_is_told(caplog: pytest.LogCaptureFixture) ->
 
 async def test_a_stage_is_probed_once_and_shown() -> None:
     metrics = Metrics()
-    prober = Prober(small_manifest(network={"in_flight": 3}), CPU, metrics)
+    prober = Prober(small_manifest(network={"in_flight": 3}), CPU, metrics, InlineWorker())
     assert prober.result(1) is None and prober.result(None) is None and prober.in_flight(1) == 3
     await prober.try_out(1)
     first = prober.result(1)
