@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,11 +189,23 @@ class Forming:
             meeting = meet(self._present(), self._manifest.num_stages)
             if quiet > RESTORE_SECONDS and await self._restored(stage, meeting):
                 continue
-            missing = self._membership.view.missing(self._manifest.stages.min_replicas, without=self._excluded())
+            missing = self._missing()
             if not missing and (place := await self._place_at_start(stage, meeting, quiet)) is not None:
                 return place
             self._set_state(self._waiting_state(), self._lack(stage, missing, meeting))
             await self._membership.wait_until(lambda: self._claims() != known, SETTLE_SECONDS / 4)  # noqa: B023
+
+    def _missing(self) -> dict[int, int]:
+        """How many replicas each stage lacks before the start.
+
+        Those that fetch their siblings' state are there as well: with other parameters than most they wait for their
+        siblings to begin, who must not wait for them.
+        """
+        there = TRAINS | {NodeState.WAITING, NodeState.SYNCING}
+        held = Counter(claim.stage for claim in self._present() if claim.state in there)
+        least = self._manifest.stages.min_replicas
+        stages = range(self._manifest.num_stages)
+        return {stage: least - held[stage] for stage in stages if held[stage] < least}
 
     def _choose(self) -> int:
         pinned = self._applicant.pinned
