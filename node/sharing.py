@@ -16,6 +16,7 @@ from node.data import TokenStream
 from node.guard import Guard
 from node.membership import Membership
 from node.pipeline import Pipeline
+from node.refusal_kinds import NOT_READY
 from node.telemetry import Telemetry
 from node.wiring import assign_microbatches, shares, shuffled
 from node.work import Step, UnfinishedError
@@ -132,8 +133,10 @@ class Sharing:
             failed=tuple(sorted(failed)),
         )
         told: set[str] = set()
+        unready: set[str] = set()
 
         async def tell(peer: str) -> None:
+            unready.discard(peer)
             try:
                 response = await self._transport.call(
                     peer, Method.SHARE_DONE, message, timeout=self._manifest.network.hop_timeout_seconds
@@ -146,6 +149,8 @@ class Sharing:
                 log.debug("sibling %s refused the share of step %d: %s", peer[-8:], step.number, error)
                 if error.kind == "wrong_step":  # it is in a much earlier one, and finds that out by itself
                     absent.add(peer)
+                elif error.kind in NOT_READY:
+                    unready.add(peer)
             except SentinelError as error:
                 log.debug("sibling %s did not take the share of step %d: %s", peer[-8:], step.number, error)
 
@@ -158,6 +163,8 @@ class Sharing:
             await asyncio.gather(*(tell(peer) for peer in untold if peer != self._membership.me))
             with self._telemetry.phase("idle"):
                 if await self._membership.wait_until(lambda: not pending(), 1.0):
+                    # Whoever was not ready to hear of it has told its own since, and waits to hear this.
+                    await asyncio.gather(*(tell(peer) for peer in sorted(unready)))
                     break
             if time.monotonic() - started > self._deadline.limit():
                 for peer in pending():

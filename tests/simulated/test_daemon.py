@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from node import daemon
+from node.assembly import StageParts
 from node.coordinator import PeerReport, fetch_status
 from node.simulated_swarm import Member, simulated
 from node.status import build_status
@@ -243,6 +245,40 @@ async def test_twelve_nodes_that_start_at_once_spread_evenly_over_four_stages(tm
     assert all(len(member.node.telemetry.losses) == 1 for member in nodes)
     losses = {round(member.node.telemetry.losses[0][1], 9) for member in nodes}
     assert len(losses) == 1  # one swarm, not several
+
+
+@pytest.mark.parametrize(("stage", "method"), [(0, "share_done"), (1, "round_join"), (2, "round_join")])
+async def test_a_replica_that_gets_ready_last_is_told_what_it_could_not_hear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, method: str
+) -> None:
+    """Its siblings must not go on to wait for it while it waits for them, for as long as a step may take."""
+    manifest = small_manifest(stages={"min_replicas": 2}, training={"steps": 3})
+    others_wait = asyncio.Event()
+    async with simulated(tmp_path, manifest) as swarm:
+        await swarm.coordinate()
+        members = swarm.fill(2)
+        sibling, late = (member for member in members if member.stage == stage)
+        heard = sibling.node.telemetry.request_done
+
+        def request_done(asked: str, outcome: str) -> None:
+            heard(asked, outcome)
+            if (asked, outcome) == (method, "method"):
+                others_wait.set()
+
+        async def assemble(**parts: Any) -> StageParts:
+            if parts["identity"].peer_id == late.peer:
+                await others_wait.wait()
+            return await daemon.assemble_stage(**parts)
+
+        monkeypatch.setattr(sibling.node.telemetry, "request_done", request_done)
+        monkeypatch.setattr(daemon, "assemble_stage", daemon.assemble, raising=False)
+        monkeypatch.setattr(daemon, "assemble", assemble)
+        async with asyncio.timeout(PATIENCE):
+            assert await asyncio.gather(*(member.outcome() for member in members)) == [None] * len(members)
+        assert others_wait.is_set()
+        assert all(
+            member.node.metrics.averaging_rounds.labels(outcome="failed")._value.get() == 0 for member in members
+        )
 
 
 async def test_a_stage_that_the_one_to_move_cannot_hold_is_taken_by_another(

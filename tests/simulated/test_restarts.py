@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from node.checkpoints import find_checkpoints, read_checkpoint, stage_and_step, write_checkpoint
+from node.forming import Forming, Place
 from node.simulated_swarm import Member, SimulatedSwarm, simulated
 from node.status import build_status
 from protocol.manifest import Manifest
@@ -316,7 +317,11 @@ def copied(folder: Path, member: str, stage: int) -> set[int]:
     return {step for place, step in found if place == stage}
 
 
-async def test_a_replica_with_other_parameters_takes_those_of_its_siblings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [False, True], ids=["together", "it-is-the-first"])
+async def test_a_replica_with_other_parameters_takes_those_of_its_siblings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Also if it sees before all others that its siblings have others: they must not wait for it to wait with them."""
     manifest = restart_manifest(steps=8, replicas=3)
     await train_and_kill(tmp_path, manifest, 3, 4)
     common = max(set.intersection(*(steps_on_disk(tmp_path, name) for name in members_of(manifest, 3))))
@@ -331,8 +336,17 @@ async def test_a_replica_with_other_parameters_takes_those_of_its_siblings(tmp_p
     async with simulated(tmp_path, manifest) as swarm:
         await swarm.coordinate()
         members = swarm.fill(3)
+        odd = next(member for member in members if member.name == "s1r1")
+        if first:
+            waits = Forming.wait_for_start
+
+            async def wait_for_start(forming: Forming, stage: int) -> Place:
+                if forming._membership.me != odd.peer:
+                    await until(lambda: odd.node.state is NodeState.SYNCING)
+                return await waits(forming, stage)
+
+            monkeypatch.setattr(Forming, "wait_for_start", wait_for_start)
         await all_done(swarm, members)
-    odd = next(member for member in members if member.name == "s1r1")
     assert restored_step(odd) is None
     assert sum(restored_step(member) is not None for member in members) >= 6
 
