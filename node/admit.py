@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,21 +86,6 @@ def listed(folder: Path, manifest: Manifest, *, now: float) -> list[tuple[Admiss
     return sorted(
         ((admission, roll.standing(admission.peer, now)) for admission in found), key=lambda entry: -entry[0].serial
     )
-
-
-def runs(folder: Path) -> bool:
-    """Whether a node is using this state folder now."""
-    try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 def _coordinator(folder: Path, manifest: Manifest) -> Identity:

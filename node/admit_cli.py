@@ -54,12 +54,13 @@ def admit(
 
 def _sign(folder: Path, path: Path, peer: str, *, days: int, revoke: bool, as_json: bool) -> None:
     from node import admit as work
+    from node.state_folder import StateFolder
     from protocol.identity import public_key_of
 
     public_key_of(peer)  # says what is wrong with a peer id that is none
     manifest = read_manifest(path)
     signed = work.sign(folder, manifest, peer, days=days, revoke=revoke, now=time.time())
-    running = work.runs(folder)
+    running = StateFolder(folder).in_use()
     if as_json:
         click.echo(json.dumps(_facts(signed.admission, "revoked" if revoke else "admitted") | {"running": running}))
         return

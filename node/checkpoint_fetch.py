@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -122,7 +122,6 @@ async def fetch(
     manifest: Manifest,
     stage: int,
     folder: Path,
-    progress: Callable[[int, int], None] = lambda done, size: None,
 ) -> Checkpoint:
     """The offered checkpoint, in a folder.
 
@@ -139,7 +138,6 @@ async def fetch(
             with replacing(path) as file:
                 async for part in _parts(calls, offer, peers, stage):
                     await asyncio.to_thread(file.write, part)
-                    progress(file.tell(), offer.size)
             return await asyncio.to_thread(checked, path, offer, manifest)
         except (NoCheckpointError, CheckpointError) as error:
             last = str(error)

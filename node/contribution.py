@@ -12,6 +12,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from node.wording import many
+
 if TYPE_CHECKING:  # the light commands show what is counted here, and keep no telemetry
     from node.state_folder import StateFolder
     from node.telemetry import Counters
@@ -160,9 +162,3 @@ def _sums(entry: Any) -> tuple[Contributed, float]:
     if type(updated) not in (int, float) or not 0 <= updated < 1e12:
         raise ValueError("a time is not one")
     return Contributed(**counts), float(updated)
-
-
-def many(count: int, word: str) -> str:
-    """``1 step``, ``2,000 steps``."""
-    plural = "es" if word.endswith("ch") else "s"
-    return f"{count:,} {word}{plural if count != 1 else ''}"

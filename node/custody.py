@@ -23,6 +23,7 @@ from node.common_step import TRAINS
 from node.membership import Membership
 from node.metrics import Metrics
 from node.state_folder import remove_unfinished
+from node.wording import many
 from protocol.errors import SentinelError
 from protocol.manifest import Manifest
 from protocol.records import Claim
@@ -223,7 +224,7 @@ class Custodian:
             return None
         tell(
             f"no replica of stage {stage} is there; fetching its checkpoint of step {offer.step} from "
-            f"{len(offer.peers)} node{'s' * (len(offer.peers) != 1)} that keep copies"
+            f"{many(len(offer.peers), 'node')} that keep copies"
         )
         try:
             return await fetch(self._transport, offer, manifest=self._manifest, stage=stage, folder=self._own)

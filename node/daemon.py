@@ -439,7 +439,6 @@ class Node:
         assert manifest is not None and membership is not None and guard is not None and checkpointer is not None
         stage = place.stage
         start = await checkpointer.load(place.checkpoint) if place.checkpoint is not None else None
-        loaded = start
         if start is not None and place.step is not None:
             start = replace(start, step=place.step)
         assert self._worker is not None
@@ -463,8 +462,8 @@ class Node:
             publish=lambda data, verdict: self.spawn(membership.publish_finding(data, verdict)),
         )
         self.trainer, self.pipeline = self.parts.trainer, self.parts.pipeline
-        if loaded is not None and start is not None:
-            self.telemetry.restored(loaded.step, start.step)
+        if place.checkpoint is not None and start is not None:
+            self.telemetry.restored(place.checkpoint.step, start.step)
         self.spawn(self._keep_peers())
         return self.trainer, start is not None or place.checkpoint is None
 

@@ -21,6 +21,7 @@ from node.common_checkpoints import common_step
 from node.export import ExportError
 from node.progress import Meter, file_progress_text
 from node.state_folder import StateFolder, replacing
+from node.wording import many
 from protocol.errors import MessageError, RefusedError, SentinelError
 from protocol.fields import decode
 from protocol.invite import Invite
@@ -128,7 +129,7 @@ class _Fetcher:
         told: dict[int, dict[str, CheckpointOffers]] = defaultdict(dict)
         peers = list(self._swarm.addresses)
         asked = random.sample(peers, min(MAX_ASKED, len(peers)))
-        self._tell(f"asking {len(asked)} node{'s' * (len(asked) != 1)} for their checkpoints")
+        self._tell(f"asking {many(len(asked), 'node')} for their checkpoints")
         limit = trio.CapacityLimiter(AT_ONCE)
 
         async def one(peer: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,23 +188,11 @@ class Forming:
             meeting = meet(self._present(), self._manifest.num_stages)
             if quiet > RESTORE_SECONDS and await self._restored(stage, meeting):
                 continue
-            missing = self._missing()
+            missing = self._membership.view.missing(self._manifest.stages.min_replicas, without=self._excluded())
             if not missing and (place := await self._place_at_start(stage, meeting, quiet)) is not None:
                 return place
             self._set_state(self._waiting_state(), self._lack(stage, missing, meeting))
             await self._membership.wait_until(lambda: self._claims() != known, SETTLE_SECONDS / 4)  # noqa: B023
-
-    def _missing(self) -> dict[int, int]:
-        """How many replicas each stage lacks before the start.
-
-        Those that fetch their siblings' state are there as well: with other parameters than most they wait for their
-        siblings to begin, who must not wait for them.
-        """
-        there = TRAINS | {NodeState.WAITING, NodeState.SYNCING}
-        held = Counter(claim.stage for claim in self._present() if claim.state in there)
-        least = self._manifest.stages.min_replicas
-        stages = range(self._manifest.num_stages)
-        return {stage: least - held[stage] for stage in stages if held[stage] < least}
 
     def _choose(self) -> int:
         pinned = self._applicant.pinned
@@ -381,9 +368,13 @@ class Forming:
         near = [claim.peer for claim in self._training(stage) if abs(claim.stage - stage) <= 1]
         if not near or self._step == 0:
             return True
-        asked = self._rng.sample(near, min(MAX_ASKED, len(near)))
-        steps = sorted(step for step in await asyncio.gather(*map(self._ask_step, asked)) if step is not None)
-        return bool(steps) and abs(steps[len(steps) // 2] - self._step) <= 1
+        step = await self._step_of(self._rng.sample(near, min(MAX_ASKED, len(near))))
+        return step is not None and abs(step - self._step) <= 1
+
+    async def _step_of(self, peers: Collection[str]) -> int | None:
+        """The step in which peers say that they are, as the middle of what they say; None if none answers."""
+        steps = sorted(step for step in await asyncio.gather(*map(self._ask_step, peers)) if step is not None)
+        return steps[len(steps) // 2] if steps else None
 
     def _succession(self, stage: int) -> Succession | None:
         return succession(
@@ -407,10 +398,8 @@ class Forming:
         holders = {claim.peer for claim in self._present() if claim.stage == stage and claim.state in TRAINS}
         if not known or 2 * sum(not holders.isdisjoint(peers) for peers in known) >= len(known):
             return None
-        leads = [peer for peer in asked if near[peer] == (stage - 1 if stage else 1)]
-        steps = sorted(step for step in await asyncio.gather(*map(self._ask_step, leads)) if step is not None)
-        step = steps[len(steps) // 2] if steps else 0
-        return step if self._step <= step <= self._step + self._farthest else None
+        step = await self._step_of([peer for peer in asked if near[peer] == (stage - 1 if stage else 1)])
+        return step if step is not None and self._step <= step <= self._step + self._farthest else None
 
     def _lack(self, stage: int, missing: Mapping[int, int], meeting: Meeting) -> str:
         """What this node waits for, in words."""

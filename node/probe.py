@@ -15,13 +15,13 @@ from typing import Final
 import psutil
 import torch
 
-from node.contribution import many
 from node.device import autocast_dtype, available_memory_bytes
 from node.estimate import graphs_at_once, size, stage_bytes
 from node.malloc import give_back
 from node.metrics import Metrics
 from node.model import StageModule
 from node.stage import StageRunner
+from node.wording import many
 from node.worker import ComputeWorker, Priority
 from protocol.errors import MemoryTooSmallError
 from protocol.manifest import Manifest

@@ -122,6 +122,20 @@ class StateFolder:
         self._lock = lock
         return self
 
+    def in_use(self) -> bool:
+        """Whether some process has it open now."""
+        try:
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
     def close(self) -> None:
         """Unlock the folder. The lock file stays, since removing it would let two processes in."""
         if self._lock is not None:

@@ -6,11 +6,11 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from node.contribution import many
 from node.estimate import size
 from node.invites import invite_by
 from node.progress import duration
 from node.version import VERSION
+from node.wording import many
 from protocol.records import Claim, NodeState
 
 if TYPE_CHECKING:

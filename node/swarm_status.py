@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from node.contribution import MAX_COUNT, many
+from node.contribution import MAX_COUNT
 from node.invites import invite_by
+from node.wording import many
 from protocol.errors import ProtocolVersionError, SwarmMismatchError
 from protocol.fields import MAX_STEP
 from protocol.invite import Invite

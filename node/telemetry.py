@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from node.contribution import many
 from node.metric_words import PHASES
 from node.metrics import Metrics
+from node.wording import many
 from protocol.errors import RemoteError, SentinelError
 from protocol.messages import StreamKind
 from protocol.transports.base import Observer

@@ -13,6 +13,7 @@ from typing import Any
 from protocol.records import Accusation, Claim, NodeState, Record, Verdict
 
 TAKES_WORK = frozenset({NodeState.WAITING, NodeState.PROBATION, NodeState.TRAINING})
+HOLDS = TAKES_WORK | {NodeState.SYNCING}
 """States in which a claim's owner serves its stage from ``active_from`` on."""
 
 STALE_WAIT_STEPS = 2
@@ -166,9 +167,13 @@ class View:
         ]
 
     def missing(self, min_replicas: int, *, without: Collection[str] = ()) -> dict[int, int]:
-        """How many replicas each stage lacks to begin: stage -> count, only where some lack."""
+        """How many replicas each stage lacks to begin: stage -> count, only where some lack.
+
+        Those that fetch their siblings' state are there as well: with other parameters than most they wait for their
+        siblings to begin, who must not wait for them.
+        """
         lacking = {
-            stage: min_replicas - sum(claim.state in TAKES_WORK for claim in self.replicas(stage, without=without))
+            stage: min_replicas - sum(claim.state in HOLDS for claim in self.replicas(stage, without=without))
             for stage in range(self.num_stages)
         }
         return {stage: count for stage, count in lacking.items() if count > 0}

@@ -16,7 +16,15 @@ from protocol.errors import RecordError
 from protocol.identity import SIGNATURE_BYTES, Identity, verify
 from protocol.messages import MAX_ADMISSION_BYTES, MAX_SERIAL
 from protocol.packing import pack, unpack
-from protocol.record_fields import Check, boolean, check_peer, positive_number, sized_bytes, whole
+from protocol.record_fields import (
+    Check,
+    boolean,
+    check_peer,
+    positive_number,
+    read_payload,
+    sized_bytes,
+    whole,
+)
 from protocol.records import Accusation, Claim, Record, Verdict
 
 DAY_SECONDS = 86_400.0
@@ -243,15 +251,7 @@ def _open_envelope(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _read_payload(payload: bytes) -> Admission:
-    try:
-        values = unpack(payload)
-    except ValueError:
-        raise RecordError("the payload of the admission is not one msgpack value", kind="shape") from None
-    if not isinstance(values, dict):
-        raise RecordError("the payload of the admission is not a map", kind="shape")
-    if missing := [name for name in _CHECKS if name not in values]:
-        raise RecordError(f"the admission lacks the field {missing[0]}", kind="shape")
-    admission = Admission(**{name: check(name, values[name]) for name, check in _CHECKS.items()})  # type: ignore[arg-type]  # each value has passed its check
+    admission = Admission(**read_payload(payload, _CHECKS, "admission"))  # type: ignore[arg-type]  # each value has passed its check
     if not 0.0 < admission.expires - admission.issued <= MAX_ADMISSION_SECONDS:
         raise RecordError("the admission lasts no time, or more than a year", kind="range")
     return admission

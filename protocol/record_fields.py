@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from protocol.errors import AddressError, RecordError
 from protocol.identity import is_peer_id
 from protocol.invite import parse_multiaddr
+from protocol.packing import unpack
 
 Check = Callable[[str, object], object]
 """Takes the field's name and its value."""
@@ -142,6 +143,25 @@ def check_addresses(name: str, value: object) -> tuple[str, ...]:
         return tuple(parse_multiaddr(item).text for item in value)
     except AddressError as error:
         raise RecordError(f"the record field {name} holds a wrong address: {error}", kind="range") from None
+
+
+def read_payload(
+    payload: bytes, checks: Mapping[str, Check], what: str, *, optional: Collection[str] = ()
+) -> dict[str, object]:
+    """The checked fields of a signed msgpack map; unknown ones are left out. ``what`` is the word for errors.
+
+    Raises:
+        RecordError: kind "shape" if it is no such map or lacks a field, else as the check of the field says.
+    """
+    try:
+        values = unpack(payload)
+    except ValueError:
+        raise RecordError(f"the payload of the {what} is not one msgpack value", kind="shape") from None
+    if not isinstance(values, dict):
+        raise RecordError(f"the payload of the {what} is not a map", kind="shape")
+    if missing := [name for name in checks if name not in values and name not in optional]:
+        raise RecordError(f"the {what} lacks the field {missing[0]}", kind="shape")
+    return {name: check(name, values[name]) for name, check in checks.items() if name in values}
 
 
 def _wrong_type(name: str, wanted: str) -> RecordError:

@@ -28,6 +28,7 @@ from protocol.record_fields import (
     one_of,
     positive_number,
     printable,
+    read_payload,
     short_bytes,
     signed_by_peers,
     sized_bytes,
@@ -347,17 +348,7 @@ def _open_envelope(data: bytes) -> tuple[RecordKind, bytes, bytes]:
 
 
 def _read_payload(kind: RecordKind, payload: bytes) -> Record:
-    try:
-        values = unpack(payload)
-    except ValueError:
-        raise RecordError("the payload of the record is not one msgpack value", kind="shape") from None
-    if not isinstance(values, dict):
-        raise RecordError("the payload of the record is not a map", kind="shape")
-    checks = _CHECKS[kind]
-    missing = [name for name in checks if name not in values and name not in _LEFT_OUT]
-    if missing:
-        raise RecordError(f"the record lacks the field {missing[0]}", kind="shape")
-    checked = {name: check(name, values[name]) for name, check in checks.items() if name in values}
+    checked = read_payload(payload, _CHECKS[kind], "record", optional=_LEFT_OUT)
     if kind is RecordKind.CLAIM:
         return _own_addresses_only(Claim(**checked))  # type: ignore[arg-type]  # each value has passed its check
     if kind is RecordKind.VERDICT:

@@ -19,6 +19,7 @@ from node.console import STANDING_COLOURS, sparkline
 from node.observing.picture import Picture
 from node.observing.reports import ToldEvent
 from node.observing.told import tell
+from node.wording import many
 
 SHOWN_EVENTS: Final = 6
 SHOWN_KINDS: Final = frozenset({"accusation", "verdict", "quarantined", "ejected", "lost", "out_of_sync"})
@@ -60,7 +61,7 @@ def line(picture: Picture, now: float, *, answered: float) -> str:
         ", ".join(f"{stages[stage]} in stage {stage}" for stage in range(told["stages"] or 0)) or "no stages known",
     ]
     if picture.view.accusations:
-        parts.append(f"; {_many(len(picture.view.accusations), 'accusation')}")
+        parts.append(f"; {many(len(picture.view.accusations), 'accusation')}")
     if silence := _silence(told, now, answered):
         parts.append(f"; {silence}")
     return " ".join(parts).replace(" ;", ";")
@@ -92,7 +93,7 @@ def _head(told: dict[str, Any], picture: Picture, now: float, answered: float) -
     else:
         head.append(f"\n{told['state']}: {told['reason']}")
         if accused := len(picture.view.accusations):
-            head.append(f"; {_many(accused, 'accusation')}", style="red")
+            head.append(f"; {many(accused, 'accusation')}", style="red")
     return head
 
 
@@ -144,7 +145,3 @@ def _event(event: ToldEvent) -> Text:
     text = Text(f"step {event.step}: ", style="dim")
     text.append(f"{event.peer[-8:]}{where} {event.kind}: {event.text}", style="red" if event.kind == "ejected" else "")
     return text
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"

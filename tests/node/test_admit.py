@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,18 +16,10 @@ from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 VOLUNTEER = Identity(bytes(range(32))).peer_id
 OTHER = Identity(bytes(range(1, 33))).peer_id
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No command sees the settings, or touches the state folder, of whoever runs the tests."""
-    for name in [name for name in os.environ if name.startswith("SENTINEL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
-    yield
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -25,6 +24,8 @@ from protocol.errors import LocalError
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.manifest import Manifest
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 ROOT = Path(__file__).parents[2]
 SWARM = "0123456789abcdef" * 4
@@ -63,16 +64,6 @@ OPTIONS = {
     "identity import": {"--state-dir"},
 }
 """Scripts and units that people write depend on these: a new option is added here as well, an old one stays."""
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No command of these tests sees the settings, or touches the state folder, of whoever runs them."""
-    for name in [name for name in os.environ if name.startswith("SENTINEL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
-    yield
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:

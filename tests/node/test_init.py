@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,7 @@ from node.init_cli import QUESTIONS
 from protocol.manifest import Manifest
 from tests.node.terminal import ROOT, on_terminal
 
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    yield
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def written(path: str = "swarm.toml") -> Manifest:

@@ -256,6 +256,8 @@ def test_missing_names_the_stages_that_lack_replicas() -> None:
     assert view.missing(1) == {2: 1}
     assert view.missing(1, without={"c"}) == {1: 1, 2: 1}
     assert View(num_stages=2).missing(1) == {0: 1, 1: 1}
+    fetching = claim("d", 2, state=NodeState.SYNCING)  # it holds its stage, and waits for nobody but its siblings
+    assert viewing([claim("a"), claim("c", 1), fetching]).missing(1) == {}
 
 
 def test_the_begun_step_is_the_newest_of_those_who_train() -> None:
