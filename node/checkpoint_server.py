@@ -1,7 +1,8 @@
 """Gives checkpoint files to whoever asks: nodes that keep copies, volunteers of a stage that was lost, and exporters.
 
-Files are read where they lie, so training is not held up. A checkpoint holds nothing that a joiner would not get as
-well; what is bounded is how much of the disk and of the line strangers can take.
+Files are read where they lie, so training is not held up; what was offered can be fetched though newer checkpoints have
+taken its place. A checkpoint holds nothing that a joiner would not get as well; what is bounded is how much of the disk
+and of the line strangers can take.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from node.checkpoints import CheckpointError, checkpoint_name, find_checkpoints, peek, stage_and_step
+from node.held_checkpoints import FileFacts, HeldCheckpoints
 from protocol.errors import LocalError, RefusedError
 from protocol.fields import decode, encode
 from protocol.messages import (
@@ -35,23 +38,29 @@ class CheckpointServer:
     def __init__(self, transport: Transport, folders: Callable[[], Sequence[Path]]) -> None:
         """``folders()``: where checkpoints of this swarm lie, those that count most first."""
         self._folders = folders
-        self._known: dict[Path, tuple[float, int, bytes]] = {}
+        self._known: dict[Path, tuple[float, FileFacts]] = {}
         """What a file's header said, by the time of its last change."""
+        self._listing = threading.Lock()
+        self._held = HeldCheckpoints()
         self._reading: set[str] = set()
         transport.serve(Method.CHECKPOINTS, Route(handler=self._serve_list))
         transport.serve(Method.CHECKPOINT_PART, Route(handler=self._serve_part))
+
+    def close(self) -> None:
+        """Close the files that were kept open for those who fetch them."""
+        self._held.close()
 
     async def _serve_list(self, request: Request) -> Response:
         stage = decode(CheckpointQuery, request.head).stage
         with _turn(self._reading, request.peer):
             found = await asyncio.to_thread(self._list, stage)
-        newest = sorted(found.items(), reverse=True)[:MAX_OFFERED_CHECKPOINTS]
+        newest = sorted(self._held.offer(stage, found).items(), reverse=True)[:MAX_OFFERED_CHECKPOINTS]
         return Response(
             head=encode(
                 CheckpointOffers(
                     steps=tuple(step for step, _ in newest),
-                    sizes=tuple(size for _, (size, _) in newest),
-                    parameters=tuple(parameters for _, (_, parameters) in newest),
+                    sizes=tuple(facts.size for _, facts in newest),
+                    parameters=tuple(facts.parameters for _, facts in newest),
                 )
             )
         )
@@ -59,12 +68,22 @@ class CheckpointServer:
     async def _serve_part(self, request: Request) -> Response:
         message = decode(CheckpointPart, request.head)
         with _turn(self._reading, request.peer):
-            part = await asyncio.to_thread(self._read, message)
+            descriptor = self._held.open(message.stage, message.step)
+            if descriptor is None:
+                descriptor = self._open(message.stage, message.step)
+            try:
+                part = await asyncio.to_thread(_read, descriptor, message)
+            finally:
+                os.close(descriptor)
         return Response(body=(part,))
 
-    def _list(self, stage: int) -> dict[int, tuple[int, bytes]]:
-        """Size and digest of each checkpoint of a stage, by step."""
-        found: dict[int, tuple[int, bytes]] = {}
+    def _list(self, stage: int) -> dict[int, FileFacts]:
+        """The checkpoints of a stage on the disk, by step."""
+        with self._listing:
+            return self._look(stage)
+
+    def _look(self, stage: int) -> dict[int, FileFacts]:
+        found: dict[int, FileFacts] = {}
         present: set[Path] = set()
         for folder in self._folders():
             for path in find_checkpoints(folder):
@@ -74,31 +93,35 @@ class CheckpointServer:
                     continue
                 try:
                     changed = path.stat().st_mtime
-                    if self._known.get(path, (0.0,))[0] != changed:
-                        self._known[path] = (changed, *peek(path))
+                    if path not in self._known or self._known[path][0] != changed:
+                        size, parameters = peek(path)
+                        self._known[path] = (changed, FileFacts(path=path, size=size, parameters=parameters))
                 except (OSError, CheckpointError):
                     continue  # gone meanwhile, or damaged, which its owner finds out
-                found[step] = self._known[path][1:]
+                found[step] = self._known[path][1]
         for path in self._known.keys() - present:
             del self._known[path]
         return found
 
-    def _read(self, message: CheckpointPart) -> bytes:
+    def _open(self, stage: int, step: int) -> int:
         for folder in self._folders():
             try:
-                descriptor = os.open(folder / checkpoint_name(message.stage, message.step), os.O_RDONLY | os.O_CLOEXEC)
+                return os.open(folder / checkpoint_name(stage, step), os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise LocalError(f"a checkpoint cannot be read: {error.strerror}") from None
-            try:
-                part = os.pread(descriptor, message.length, message.offset)
-            finally:
-                os.close(descriptor)
-            if not part:
-                raise RefusedError("the checkpoint ends before that", kind="range")
-            return part
-        raise RefusedError(f"there is no checkpoint of step {message.step} here any more", kind="too_old")
+        raise RefusedError(f"there is no checkpoint of step {step} here any more", kind="too_old")
+
+
+def _read(descriptor: int, message: CheckpointPart) -> bytes:
+    try:
+        part = os.pread(descriptor, message.length, message.offset)
+    except OSError as error:
+        raise LocalError(f"a checkpoint cannot be read: {error.strerror}") from None
+    if not part:
+        raise RefusedError("the checkpoint ends before that", kind="range")
+    return part
 
 
 @contextlib.contextmanager

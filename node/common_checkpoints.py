@@ -10,6 +10,10 @@ from node.export import ExportError
 from protocol.messages import CheckpointOffers
 
 
+class MovedOnError(ExportError):
+    """The stages had no step in common when they were asked, and may have one in a moment: a swarm trains on."""
+
+
 def common_step(
     told: Mapping[int, Mapping[str, CheckpointOffers]], sizes: Sequence[int], step: int | None
 ) -> list[Offer]:
@@ -22,6 +26,7 @@ def common_step(
         sizes: bytes that a file of each stage can have at most.
 
     Raises:
+        MovedOnError: every stage has some step, and they have none in common.
         ExportError: there is no such step; says what there is.
     """
     held: list[dict[int, dict[tuple[int, bytes], list[str]]]] = []
@@ -40,7 +45,9 @@ def common_step(
     if chosen is None or chosen not in common:
         named = [f"stage {stage}: {', '.join(map(str, sorted(offers)[-5:]))}" for stage, offers in enumerate(held)]
         wanted = "the stages have no step in common" if step is None else f"not every stage has step {step}"
-        raise ExportError(f"{wanted} (steps of {'; '.join(named)}); try again after some more steps")
+        raise (MovedOnError if step is None else ExportError)(
+            f"{wanted} (steps of {'; '.join(named)}); try again after some more steps"
+        )
     found = []
     for offers in held:
         votes = Counter({key: len(peers) for key, peers in offers[chosen].items()})

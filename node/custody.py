@@ -40,7 +40,7 @@ REST = 9.0
 SOON_SECONDS = 2.0
 """Before a stage is looked at again whose replicas have not written their checkpoint yet."""
 RETRY_SECONDS = 30.0
-"""Before a stage is tried again whose copy could not be had."""
+"""At most, before a stage is tried again whose copy could not be had; the first time it is soon."""
 MAX_ASKED = 12
 
 
@@ -68,6 +68,11 @@ def due(
         if newest > held.get(stage, 0) and me in custodians(swarm, stage, claims):
             found.append(stage)
     return sorted(found, key=lambda stage: held.get(stage, 0))
+
+
+def retry_pause(failures: int) -> float:
+    """Seconds until a stage is tried again of which so many copies in a row could not be had: soon, then ever later."""
+    return min(SOON_SECONDS * 2.0 ** min(failures - 1, 10), RETRY_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,8 @@ class Custodian:
         self._clock = clock
         self._rests_until = 0.0
         self._not_before: dict[int, float] = {}
+        self._failures: dict[int, int] = {}
+        """Of each stage since its last copy."""
         self._kept: set[int] = set()
 
     def folders(self) -> list[Path]:
@@ -181,7 +188,7 @@ class Custodian:
 
     async def _copy(self, stage: int) -> None:
         started = self._clock()
-        outcome, pause = "failed", RETRY_SECONDS
+        outcome = "failed"
         try:
             claims = self._membership.view.replicas(stage)
             replicas = [claim.peer for claim in claims if claim.state in TRAINS]
@@ -190,7 +197,7 @@ class Custodian:
             largest = largest_file(self._manifest, stage)
             offer = best_offer(await ask_offers(self._transport, asked, stage), at_most=present, largest=largest)
             if offer is None or offer.step <= self._store.held().get(stage, 0):
-                pause = SOON_SECONDS
+                outcome = ""
                 raise NoCheckpointError(f"no replica of stage {stage} has a newer checkpoint yet")
             if not self._store.room(stage, offer.size):
                 outcome = "skipped"
@@ -205,12 +212,16 @@ class Custodian:
             self._kept.add(stage)
             log.log(level, "keeping a copy of stage %d, step %d", stage, copy.step)
             self._metrics.copies.labels(outcome="fetched").inc()
+            self._failures.pop(stage, None)
             self._rests_until = self._clock() + REST * (self._clock() - started)
         except (SentinelError, OSError) as error:
-            self._not_before[stage] = self._clock() + pause
-            if pause == RETRY_SECONDS:
+            pause = SOON_SECONDS
+            if outcome:
+                self._failures[stage] = self._failures.get(stage, 0) + 1
+                pause = RETRY_SECONDS if outcome == "skipped" else retry_pause(self._failures[stage])
                 log.info("%s", error)
                 self._metrics.copies.labels(outcome=outcome).inc()
+            self._not_before[stage] = self._clock() + pause
 
     async def restore(self, stage: int, at_most: int, tell: Callable[[str], None]) -> Checkpoint | None:
         """A lost stage's newest checkpoint from those who keep copies; None if nobody has one now."""

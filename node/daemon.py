@@ -114,6 +114,7 @@ class Node:
         self.findings = Findings(self)
         self.drill: Drill | None = None
         self.checkpointer: Checkpointer | None = None
+        self.checkpoint_server: CheckpointServer | None = None
         self.prober: Prober | None = None
         self.finished = False
         self.stage: int | None = None
@@ -389,7 +390,7 @@ class Node:
             store=CopyStore.of(self.folder.copies_path, manifest, self.settings.copies_gib),
             own=store.folder,
         )
-        CheckpointServer(self.network.transport, custodian.folders)
+        self.checkpoint_server = CheckpointServer(self.network.transport, custodian.folders)
         self._worker = self._make_worker()
         self.prober = prober = Prober(manifest, device, self.metrics, self._worker)
         forming = Forming(
@@ -521,6 +522,8 @@ class Node:
         if self.admissions is not None:
             await self.admissions.stop()
         await self.network.close()
+        if self.checkpoint_server is not None:
+            self.checkpoint_server.close()
         if self._worker is not None:
             await asyncio.to_thread(self._worker.close)
         if self._failure.done():

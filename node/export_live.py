@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ import trio
 
 from node.checkpoint_fetch import Offer, checked, largest_file
 from node.checkpoints import CheckpointError, checkpoint_name
-from node.common_checkpoints import common_step
-from node.export import ExportError
+from node.common_checkpoints import MovedOnError, common_step
 from node.progress import Meter, file_progress_text
 from node.state_folder import StateFolder, replacing
 from node.wording import many
-from protocol.errors import MessageError, RefusedError, SentinelError
+from protocol.errors import CallTimeoutError, MessageError, RefusedError, SentinelError
 from protocol.fields import decode
+from protocol.framing import Frame
 from protocol.invite import Invite
-from protocol.light import LightSession, light_host, open_session, quiet_libraries, run_light
+from protocol.light import LightSession, open_session, run_light, with_host
 from protocol.manifest import Manifest
 from protocol.messages import (
     MAX_CHECKPOINT_PART_BYTES,
@@ -44,7 +44,10 @@ MAX_ASKED = 64
 """Nodes that are asked, at random where there are more."""
 AT_ONCE = 8
 TELL_SECONDS = 1.0
-TRIES = 3
+AGAIN_SECONDS = 60.0
+"""For so long it is tried again when the nodes, which train on, have removed what they offered."""
+PAUSE_SECONDS = (0.2, 1.0)
+"""Before that, at random."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,7 @@ def fetch_swarm(
     state = StateFolder(into)
     folder = state.checkpoints_path / swarm.manifest.swarm_id[:16]
     folder.mkdir(mode=0o700, parents=True)
-    quiet_libraries()
-    trio.run(_fetch_all, swarm, folder, step, tell)
+    with_host(lambda host: _fetch_all(host, swarm, folder, step, tell))
     return state
 
 
@@ -98,21 +100,20 @@ def look(invite: Invite, *, seconds: float) -> Swarm:
     return run_light(ask, invite.addresses, seconds=seconds)
 
 
-async def _fetch_all(swarm: Swarm, folder: Path, step: int | None, tell: Callable[[str], None]) -> None:
-    host = light_host()
-    async with host.run(listen_addrs=[]):
-        fetcher = _Fetcher(host, swarm, tell)
-        sizes = [largest_file(swarm.manifest, stage) for stage in range(swarm.manifest.num_stages)]
-        for left in range(TRIES - 1, -1, -1):
+async def _fetch_all(host: Any, swarm: Swarm, folder: Path, step: int | None, tell: Callable[[str], None]) -> None:
+    fetcher = _Fetcher(host, swarm, tell)
+    sizes = [largest_file(swarm.manifest, stage) for stage in range(swarm.manifest.num_stages)]
+    until = trio.current_time() + AGAIN_SECONDS
+    while True:
+        try:
             offers = common_step(await fetcher.ask_everybody(), sizes, step)
-            try:
-                for stage, offer in enumerate(offers):
-                    await fetcher.fetch(stage, offer, folder)
-                return
-            except ExportError as error:
-                if not left:
-                    raise
-                tell(f"{error}; once more")  # nodes train on, and keep only their newest checkpoints
+            await fetcher.fetch_all(offers, folder)
+            return
+        except MovedOnError as error:
+            if trio.current_time() > until:
+                raise
+            tell(f"{error}; once more")
+            await trio.sleep(random.uniform(*PAUSE_SECONDS))  # they write checkpoints without telling anybody
 
 
 class _Fetcher:
@@ -123,43 +124,83 @@ class _Fetcher:
         self._swarm = swarm
         self._id = bytes.fromhex(swarm.manifest.swarm_id)
         self._tell = tell
+        peers = list(swarm.addresses)
+        self._asked = random.sample(peers, min(MAX_ASKED, len(peers)))
+        self._sessions: dict[str, LightSession] = {}
+        self._turns: dict[str, trio.Lock] = defaultdict(trio.Lock)
 
     async def ask_everybody(self) -> dict[int, dict[str, CheckpointOffers]]:
-        """What each node offers of each stage."""
+        """What each node offers of each stage, all at about the same time."""
         told: dict[int, dict[str, CheckpointOffers]] = defaultdict(dict)
-        peers = list(self._swarm.addresses)
-        asked = random.sample(peers, min(MAX_ASKED, len(peers)))
-        self._tell(f"asking {many(len(asked), 'node')} for their checkpoints")
+        self._tell(f"asking {many(len(self._asked), 'node')} for their checkpoints")
+
+        async def connect(peer: str) -> None:
+            if peer not in self._sessions:
+                with trio.move_on_after(ASK_SECONDS):
+                    self._sessions[peer] = await self._open(peer)
+
+        async def ask(peer: str) -> None:
+            with trio.move_on_after(ASK_SECONDS) as limit:
+                for stage in range(self._swarm.manifest.num_stages):
+                    frame = await self._sessions[peer].request(Method.CHECKPOINTS, CheckpointQuery(stage=stage))
+                    told[stage][peer] = decode(CheckpointOffers, frame.head)
+            if limit.cancelled_caught:
+                raise CallTimeoutError("it does not answer")
+
+        # Dialling takes long, and unequally so; a swarm of small stages has other checkpoints a second later.
+        await self._each(self._asked, connect)
+        await self._each(self._sessions, ask)
+        return told
+
+    async def _each(self, peers: Iterable[str], do: Callable[[str], Awaitable[None]]) -> None:
         limit = trio.CapacityLimiter(AT_ONCE)
 
         async def one(peer: str) -> None:
             async with limit:
-                with trio.move_on_after(ASK_SECONDS):
-                    try:
-                        session = await self._open(peer)
-                        for stage in range(self._swarm.manifest.num_stages):
-                            frame = await session.request(Method.CHECKPOINTS, CheckpointQuery(stage=stage))
-                            told[stage][peer] = decode(CheckpointOffers, frame.head)
-                    except Exception:  # the library raises many unrelated types: the node does not answer
-                        return
+                try:
+                    await do(peer)
+                except Exception:  # the library raises many unrelated types: the node does not answer
+                    self._sessions.pop(peer, None)
 
         async with trio.open_nursery() as nursery:
-            for peer in asked:
+            for peer in list(peers):
                 nursery.start_soon(one, peer)
-        return told
+
+    async def fetch_all(self, offers: Sequence[Offer], folder: Path) -> None:
+        """One file of each stage, several at once.
+
+        Raises:
+            MovedOnError: nobody gives one of them any more.
+            OSError: one cannot be written.
+        """
+        failures: list[Exception] = []
+        limit = trio.CapacityLimiter(AT_ONCE)
+
+        async def one(stage: int, offer: Offer) -> None:
+            async with limit:
+                try:
+                    await self.fetch(stage, offer, folder)
+                except Exception as error:
+                    failures.append(error)
+                    nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for stage, offer in enumerate(offers):
+                nursery.start_soon(one, stage, offer)
+        if failures:
+            raise failures[0]
 
     async def fetch(self, stage: int, offer: Offer, folder: Path) -> None:
-        """One file, from any of those who offer it. Raises ExportError if nobody gives it."""
+        """One file, from any of those who offer it. Raises MovedOnError if nobody gives it."""
         path = folder / checkpoint_name(stage, offer.step)
         why = ""
         for peer in random.sample(offer.peers, len(offer.peers)):
             meter = Meter(total=offer.size, started=trio.current_time())
             told = trio.current_time()
             try:
-                session = await self._open(peer)
                 with replacing(path) as file:
                     while meter.done < offer.size:
-                        part = await _part(session, stage, offer, meter.done)
+                        part = await self._part(peer, stage, offer, meter.done)
                         await trio.to_thread.run_sync(file.write, part)
                         meter.add(len(part), trio.current_time())
                         if trio.current_time() - told > TELL_SECONDS:
@@ -173,9 +214,39 @@ class _Fetcher:
             except Exception as error:  # the library's own
                 why = str(error) or type(error).__name__
             else:
-                self._tell(f"stage {stage}: step {offer.step}, named by {len(offer.peers)} node(s)")
+                self._tell(f"stage {stage}: step {offer.step}, named by {many(len(offer.peers), 'node')}")
                 return
-        raise ExportError(f"the checkpoint of stage {stage}, step {offer.step}, could not be fetched: {why[:200]}")
+        raise MovedOnError(f"the checkpoint of stage {stage}, step {offer.step}, could not be fetched: {why[:200]}")
+
+    async def _part(self, peer: str, stage: int, offer: Offer, offset: int) -> bytes:
+        length = min(MAX_CHECKPOINT_PART_BYTES, offer.size - offset)
+        message = CheckpointPart(stage=stage, step=offer.step, offset=offset, length=length)
+        for left in range(MAX_BUSY, -1, -1):
+            try:
+                frame = await self._request(peer, message)
+            except RefusedError as error:
+                if error.kind != "busy" or not left:
+                    raise
+                await trio.sleep(BUSY_SECONDS)  # it gives no sign when it is free
+                continue
+            if len(frame.body) != length:
+                raise MessageError("a part of a checkpoint is of another size", kind="size")
+            return bytes(frame.body)
+        raise AssertionError("unreachable")
+
+    async def _request(self, peer: str, message: CheckpointPart) -> Frame:
+        """Ask for a part; stages that one node gives take turns. What fails may leave half an answer on the stream."""
+        async with self._turns[peer]:
+            try:
+                if peer not in self._sessions:
+                    self._sessions[peer] = await self._open(peer)
+                with trio.fail_after(PART_SECONDS):
+                    return await self._sessions[peer].request(Method.CHECKPOINT_PART, message)
+            except RefusedError:
+                raise
+            except BaseException:
+                self._sessions.pop(peer, None)
+                raise
 
     async def _open(self, peer: str) -> LightSession:
         with trio.fail_after(ASK_SECONDS):
@@ -187,21 +258,3 @@ class _Fetcher:
                 agent="sentinel-export",
                 reply_limit=MAX_CHECKPOINT_PART_BYTES,
             )
-
-
-async def _part(session: LightSession, stage: int, offer: Offer, offset: int) -> bytes:
-    length = min(MAX_CHECKPOINT_PART_BYTES, offer.size - offset)
-    message = CheckpointPart(stage=stage, step=offer.step, offset=offset, length=length)
-    for left in range(MAX_BUSY, -1, -1):
-        try:
-            with trio.fail_after(PART_SECONDS):
-                frame = await session.request(Method.CHECKPOINT_PART, message)
-        except RefusedError as error:
-            if error.kind != "busy" or not left:
-                raise
-            await trio.sleep(BUSY_SECONDS)  # it gives no sign when it is free
-            continue
-        if len(frame.body) != length:
-            raise MessageError("a part of a checkpoint is of another size", kind="size")
-        return bytes(frame.body)
-    raise AssertionError("unreachable")

@@ -190,6 +190,26 @@ def light_host() -> Any:
     return new_host(key_pair=key_pair, sec_opt={NOISE_ID: noise}, muxer_preference="YAMUX")
 
 
+def with_host(use: Callable[[Any], Awaitable[Result]]) -> Result:
+    """Run ``use`` with a host that is running; what it raises comes out by itself, and in no group."""
+    quiet_libraries()
+
+    async def main() -> Result:
+        outcome: list[Result] = []
+        failures: list[Exception] = []
+        host = light_host()
+        async with host.run(listen_addrs=[]):
+            try:
+                outcome.append(await use(host))
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return outcome[0]
+
+    return trio.run(main)
+
+
 MAX_ADDRESSES = 4
 """Addresses of one node that are dialled, one after another."""
 

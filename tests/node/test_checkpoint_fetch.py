@@ -33,6 +33,7 @@ class Peers:
         self.folder = folder
         self.network = MemoryNetwork()
         self.transports: list[MemoryTransport] = []
+        self.servers: dict[str, CheckpointServer] = {}
         self.me = self.transport("me")
 
     def transport(self, name: str) -> MemoryTransport:
@@ -45,22 +46,27 @@ class Peers:
         store = CheckpointStore(self.folder / name, MANIFEST, keep=9)
         for step in steps:
             store.save(0, state_of(step, seed=seed), now=NOW)
-        CheckpointServer(self.transport(name), lambda: [self.folder / "none", store.folder])
+        self.servers[name] = CheckpointServer(self.transport(name), lambda: [self.folder / "none", store.folder])
         return store.folder
 
-    def spoil(self, name: str, spoiled: Callable[[Request, Response], Awaitable[Response]]) -> None:
+    def spoil(
+        self,
+        name: str,
+        spoiled: Callable[[Request, Response], Awaitable[Response]],
+        method: Method = Method.CHECKPOINT_PART,
+    ) -> None:
         """Change what a peer gives."""
         transport = next(transport for transport in self.transports if transport.peer_id == name)
-        handler = transport._routes[Method.CHECKPOINT_PART].handler
+        handler = transport._routes[method].handler
 
         async def changed(request: Request) -> Response:
             return await spoiled(request, await handler(request))
 
-        transport.serve(Method.CHECKPOINT_PART, Route(handler=changed))
+        transport.serve(method, Route(handler=changed))
 
     async def offer(self, *names: str) -> Offer:
         told = await ask_offers(self.me, names, 0)
-        found = best_offer(told, at_most=100, largest=largest_file(MANIFEST, 0))
+        found = best_offer(told, at_most=10_000, largest=largest_file(MANIFEST, 0))
         assert found is not None
         return found
 
@@ -70,6 +76,8 @@ class Peers:
         return found.path
 
     async def close(self) -> None:
+        for server in self.servers.values():
+            server.close()
         await asyncio.gather(*(transport.close() for transport in self.transports))
 
 
@@ -180,14 +188,36 @@ async def test_peers_that_are_busy_for_ever_are_given_up(peers: Peers) -> None:
         await peers.fetch(await peers.offer("a"))
 
 
-async def test_a_checkpoint_that_is_gone_meanwhile_is_refused(peers: Peers) -> None:
+async def test_what_was_offered_can_be_fetched_though_it_was_removed_since(peers: Peers) -> None:
     folder = peers.peer("a", STEP)
     offer = await peers.offer("a")
     for path in find_checkpoints(folder):
         path.unlink()
+    assert is_whole(await peers.fetch(offer))
+    assert (await ask_offers(peers.me, ["a"], 0))["a"].steps == (STEP,), "it is there for others as well"
+    peers.servers["a"].close()
+    assert (await ask_offers(peers.me, ["a"], 0))["a"].steps == ()
     with pytest.raises(NoCheckpointError):
         await peers.fetch(offer)
-    assert (await ask_offers(peers.me, ["a"], 0))["a"].steps == ()
+
+
+async def test_nodes_whose_checkpoints_are_always_new_give_those_that_they_offered(peers: Peers) -> None:
+    """Between any two requests the node writes another checkpoint, and keeps one."""
+    folder = peers.peer("a", STEP)
+    step = STEP
+
+    async def trains_on(request: Request, response: Response) -> Response:
+        nonlocal step
+        step += MANIFEST.training.checkpoint_steps
+        CheckpointStore(folder.parent, MANIFEST, keep=1).save(0, state_of(step), now=NOW)
+        return response
+
+    for method in (Method.CHECKPOINTS, Method.CHECKPOINT_PART):
+        peers.spoil("a", trains_on, method)
+    for _ in range(4):
+        offer = await peers.offer("a")
+        assert offer.step not in {int(path.stem.rpartition("-")[2]) for path in find_checkpoints(folder)}
+        assert (await peers.fetch(offer)).exists()
 
 
 @pytest.mark.parametrize(

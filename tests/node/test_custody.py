@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from node.checkpoint_fetch import best_offer
 from node.checkpoints import CheckpointStore, find_checkpoints
-from node.custody import COPIES, CopyStore, custodians, due
+from node.custody import COPIES, RETRY_SECONDS, SOON_SECONDS, CopyStore, custodians, due, retry_pause
 from protocol.messages import CheckpointOffers
 from protocol.records import NodeState
 from tests.node.claims import SWARM, claim, names
@@ -127,3 +127,9 @@ def test_copies_take_no_more_room_than_they_may(copies: CopyStore) -> None:
     assert limited.room(0, 1000), "the older ones of the stage make room"
     assert not limited.room(0, 1001)
     assert not CopyStore(copies.folder, 1 << 60).room(0, 1 << 59), "the disk has no such room"
+
+
+def test_a_copy_that_could_not_be_had_is_tried_again_soon_and_ever_later() -> None:
+    pauses = [retry_pause(failures) for failures in range(1, 50)]
+    assert pauses[0] == SOON_SECONDS and pauses[-1] == RETRY_SECONDS
+    assert pauses == sorted(pauses)

@@ -137,6 +137,15 @@ async def test_the_example_works(command: str, example: str, world: World, tmp_p
         assert said, "it says nothing"
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_step_that_nobody_has_is_said_in_one_line(world: World, tmp_path: Path) -> None:
+    code, said = await run(["export", world.invite, "--step", "1000000000", "--out", "model"], tmp_path, until="")
+    *_, last = said.splitlines()
+    assert code == 1 and "Traceback" not in said, said
+    assert last.startswith("sentinel: not every stage has step 1000000000 (steps of stage 0: "), said
+    assert not (tmp_path / "model").exists() and not list(tmp_path.glob(".export-*"))
+
+
 async def run(words: list[str], folder: Path, *, until: str) -> tuple[int, str]:
     """Run a command to its end, or ``until`` it has said that and Ctrl-C comes; its exit code and all that it said."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
