@@ -10,7 +10,7 @@ that model is trained with the liars in every step, and judged on text that it w
 
 The model has two stages of one layer (width 32), and each stage is averaged by itself, as in a swarm. A worker's
 gradient is of 32 sequences of 32 tokens of the standard library's sources. With ``--momentum`` it is also trained with
-workers that send running means of their gradients, while the optimizer keeps none. A seed takes three minutes of one
+workers that send running means of their gradients, while the optimizer keeps none. A seed takes four minutes of one
 core, twice that with momentum; ``--steps`` and ``--sequences`` make it shorter.
 
 The JSON is a list of ``{case, ours, rival, rival_name, unit, ratio}``; above 1, ``ratio`` says that ours is better.
@@ -38,6 +38,7 @@ from benchmarks.settings import inserted, markdown
 from node.data import TokenStream, open_source
 from node.model import StageModule
 from node.optimizer import StepOptimizer
+from node.rounds import strides
 from node.tokenizer import load_tokenizer
 from protocol.manifest import Manifest
 from verifier.aggregation import (
@@ -95,6 +96,8 @@ class Attack:
     """Whether a training under this attack is measured."""
     promised: bool = True
     """Whether the goal is for it."""
+    slices: int = 0
+    """Of how many owners' slices it is sent, all others being honest; 0 for all. Signal is measured in these alone."""
 
 
 def little(replicas: int, liars: int) -> float:
@@ -130,6 +133,8 @@ ATTACKS = (
     Attack(name="ALIE, z = 1.5", send=deviating(1.5)),
     Attack(name="IPM, 0.1", send=opposing(0.1), trains=False),
     Attack(name="IPM, 0.5", send=opposing(0.5)),
+    Attack(name="sign flip in 3 slices", send=lambda honest, own: -own, slices=3),
+    Attack(name="x -1000 in 3 slices", send=lambda honest, own: -1000 * own, slices=3, trains=False),
     Attack(
         name="ALIE in own noise, z = 1",
         send=lambda honest, own: own - honest.std(dim=0, correction=0),
@@ -145,7 +150,15 @@ def attacked(gradients: Tensor, attack: Attack | None, liars: int = LIARS) -> Te
     if attack is None:
         return gradients
     honest, own = gradients[:-liars], gradients[-liars:]
-    return torch.cat((honest, attack.send(honest, own).expand_as(own)))
+    sent = torch.where(reach(attack, gradients), attack.send(honest, own), own)
+    return torch.cat((honest, sent.expand_as(own)))
+
+
+def reach(attack: Attack | None, gradients: Tensor) -> Tensor:
+    """The entries that an attack on members' gradients [k, n] changes, bool [n]."""
+    members, length = gradients.shape
+    slices = attack.slices if attack is not None else 0
+    return torch.arange(length) % members < (slices or members)
 
 
 # rules ---------------------------------------------------------------------------------------
@@ -157,8 +170,13 @@ def plain_mean(vectors: Tensor) -> Tensor:
 
 
 def ours(vectors: Tensor) -> Tensor:
-    """The project's rule for three members or more, with equal weights, [k, n] -> [n]."""
-    return combine(vectors, coefficients(partial_gram(vectors), capped_weights([1] * len(vectors))))
+    """The project's rule for three members or more, with equal weights, slice by slice, [k, n] -> [n]."""
+    aggregate = torch.empty(vectors.shape[1])
+    weights = capped_weights([1] * len(vectors))
+    for cut in strides(len(vectors)):
+        parts = vectors[:, cut].contiguous()
+        aggregate[cut] = combine(parts, coefficients(partial_gram(parts), weights))
+    return aggregate
 
 
 def mixed_neighbours(vectors: Tensor) -> Tensor:
@@ -208,8 +226,9 @@ def retention(
     for gradients in groups:
         sent = attacked(gradients, attack, liars)
         honest = gradients if attack is None else gradients[:-liars]
+        reached = reach(attack, gradients)
         for name, rule in rules.items():
-            seen[name].append(kept(rule(sent), honest.mean(dim=0)))
+            seen[name].append(kept(rule(sent)[reached], honest.mean(dim=0)[reached]))
     return {
         name: Kept(
             retained=statistics.fmean(one.retained for one in found),

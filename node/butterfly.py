@@ -1,8 +1,8 @@
 """The exchange of an averaging round: every member reduces one slice of the vector for all of them.
 
-With three members or more that have trained something, inner products of whole vectors decide how much of each
-member's gradient is used. No member sees whole vectors: each tells the others the inner products over its own slice.
-All slices are alike, so the median over the owners stands for the whole, and a minority that lies moves it little.
+With three members or more that have trained something, the inner products of their parts decide how much of each is
+used. No member sees whole vectors, and need not: slices are alike, and each is judged by itself, so that whoever sends
+honest parts of most slices and something else of one gains nothing by it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TypeVarTuple
 
 import torch
 
-from node.rounds import Members, plausible_gram, reduce_slice, slice_length, strides, whole_gram
-from protocol.errors import MessageError, RefusedError, RemoteError, SentinelError
+from node.rounds import Members, reduce_slice, slice_length, strides
+from protocol.errors import MessageError, RefusedError, RemoteError
 from protocol.fields import decode
-from protocol.messages import MAX_REPLICAS, Gram, Method, Part
+from protocol.messages import Method, Part
 from protocol.tensors import WireDtype, decode_tensor, encode_tensor
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
@@ -53,8 +53,6 @@ class Gathering:
     opener: str
     """Who made this node keep it."""
     parts: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    grams: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What each member says of its own slice: inner products, float64 [members, members]."""
     reducing: asyncio.Task[torch.Tensor] | None = None
 
 
@@ -90,7 +88,6 @@ class Butterfly:
         self._gatherings: dict[RoundKey, Gathering] = {}
         body_limit = 4 * (length + 1)
         transport.serve(Method.PART, Route(handler=self._serve_part, body_limit=body_limit, admits=is_sibling))
-        transport.serve(Method.GRAM, Route(handler=self._serve_gram, body_limit=8 * MAX_REPLICAS**2, admits=is_sibling))
 
     def forget(self, step: int) -> None:
         """Drop what is kept of rounds up to this step."""
@@ -182,15 +179,8 @@ class Butterfly:
         if rule is Rule.MEAN:
             return await _computed(self._length, reduce_slice, parts, counts)
         means = await _computed(self._length, _means, parts, counts)
-        gathering.grams[self._me] = await _computed(self._length, partial_gram, means)
-        self._notify()
-        await asyncio.gather(
-            self._tell_gram(key, gathering.grams[self._me]),
-            self._all_told(key, gathering.grams),
-        )
-        gram = self._whole_gram(members, gathering)[active][:, active]
-        shares = coefficients(gram, capped_weights([counts[index] for index in active]))
-        return await _computed(self._length, combine, means[active], shares)
+        weights = capped_weights([counts[index] for index in active])
+        return await _computed(self._length, _agreement, means[active], weights)
 
     async def _all_told(self, key: RoundKey, told: Mapping[str, object]) -> None:
         """Wait until every member is in ``told``, or one that is not turns out to be gone, or the time is up."""
@@ -203,35 +193,6 @@ class Butterfly:
             return not missing or not there.intersection(missing).issubset(self._siblings(step))
 
         await self._wait_until(over, self._hop_seconds)
-
-    async def _tell_gram(self, key: RoundKey, gram: torch.Tensor) -> None:
-        step, attempt, members = key
-        message = Gram(step=step, attempt=attempt, members=members)
-        body = (gram.contiguous().numpy().tobytes(),)
-
-        async def tell(peer: str) -> None:
-            try:
-                await self._transport.call(peer, Method.GRAM, message, body, timeout=self._hop_seconds)
-            except SentinelError as error:
-                log.debug("sibling %s did not take the inner products of a slice: %s", peer[-8:], error)
-
-        await asyncio.gather(*(tell(peer) for peer in members if peer != self._me))
-
-    def _whole_gram(self, members: Members, gathering: Gathering) -> torch.Tensor:
-        """Inner products of the members' mean gradients, float64 [members, members], as most owners tell."""
-        told = []
-        for member in members:
-            gram = gathering.grams.get(member)
-            if gram is None:
-                log.warning("sibling %s did not tell the inner products of its slice", member[-8:])
-            elif not plausible_gram(gram):
-                error = RemoteError("the inner products of a slice cannot be true", kind="gram")
-                self._transport.observer.remote_error(member, error)
-            else:
-                told.append(gram)
-        if 2 * len(told) <= len(members):
-            raise RefusedError("most siblings did not tell the inner products of their slices", kind="incomplete")
-        return whole_gram(told)
 
     # answering -----------------------------------------------------------------------
 
@@ -246,21 +207,7 @@ class Butterfly:
         reduced = await self._reduced(key, gathering)
         return Response(body=encode_tensor(reduced, WireDtype.FP32))
 
-    async def _serve_gram(self, request: Request) -> Response:
-        message = decode(Gram, request.head)
-        key = self._round(message, request.peer)
-        size = len(message.members)
-        if memoryview(request.body).nbytes != 8 * size * size:
-            raise MessageError("the inner products of a slice are of another number of members", kind="size")
-        gathering = self._gathering(key, request.peer)
-        if request.peer in gathering.grams:
-            raise MessageError("the inner products of a slice came twice", kind="repeated")
-        gram = torch.frombuffer(bytearray(request.body), dtype=torch.float64).view(size, size)
-        gathering.grams[request.peer] = gram
-        self._notify()
-        return Response()
-
-    def _round(self, message: Part | Gram, peer: str) -> RoundKey:
+    def _round(self, message: Part, peer: str) -> RoundKey:
         self._check_round(message.step, message.attempt)
         if self._me not in message.members or peer not in message.members:
             raise MessageError("a part came for a round without its sender or receiver", kind="round")
@@ -270,6 +217,11 @@ class Butterfly:
 def _means(parts: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
     """Each member's mean gradient over its microbatches, float32 [members, n]; zeros where it has none."""
     return torch.stack([part / max(1, count) for part, count in zip(parts, counts, strict=True)])
+
+
+def _agreement(means: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What most members agree on of a slice, float32 [n]; their parts of it are float32 [members, n]."""
+    return combine(means, coefficients(partial_gram(means), weights))
 
 
 async def _computed(entries: int, compute: Callable[[*Ts], torch.Tensor], *args: *Ts) -> torch.Tensor:

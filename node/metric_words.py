@@ -28,7 +28,7 @@ REMOTE_KINDS: Final = tuple(
         (
             *("remote", "version", "swarm", "frame", "message", "tensor", "record", "refused", "flagged"),
             *("internal", "unavailable", "busy", "too_old", "not_yet", "not_started", "not_admitted"),
-            *("unknown_peer", "unknown_method", "incomplete", "range", "round", "digest", "snapshot", "gram"),
+            *("unknown_peer", "unknown_method", "incomplete", "range", "round", "digest", "snapshot"),
             *("expired", "exhausted", "unfinished", "no_evidence", "no_data", "not_drawn", "inconclusive"),
             *REASONS,
         )

@@ -89,7 +89,7 @@ def strides(members: int) -> list[slice]:
     """Each member's slice of a vector: every entry whose index leaves the member's place as remainder.
 
     Slices of neighbouring entries would be of one matrix each, and as different as matrices are. These are alike, so
-    that what most owners find of two vectors on their slices holds for whole vectors.
+    that each can be judged by itself.
     """
     return [slice(place, None, members) for place in range(members)]
 
@@ -132,17 +132,3 @@ def majority_digest(digests: Mapping[str, bytes], of: int | None = None) -> byte
     """
     digest, votes = Counter(digests.values()).most_common(1)[0]
     return digest if 2 * votes > (len(digests) if of is None else of) else None
-
-
-def plausible_gram(gram: torch.Tensor) -> bool:
-    """Whether float64 [members, members] can be inner products of vectors: finite, symmetric, squares not negative."""
-    return bool(gram.isfinite().all()) and torch.equal(gram, gram.T) and not bool((gram.diagonal() < 0).any())
-
-
-def whole_gram(grams: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Inner products of whole vectors, float64 [members, members], from those that the owners of slices tell.
-
-    The median of what they tell of each pair, times their number: slices are alike, and owners who lie, as long as
-    they are fewer than half, move it no further than the honest owners' values lie apart.
-    """
-    return len(grams) * torch.stack(list(grams)).median(dim=0).values

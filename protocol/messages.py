@@ -59,7 +59,6 @@ class Method(StrEnum):
     ROUND_COMMIT = "round_commit"
     TRAIN = "train"
     PART = "part"
-    GRAM = "gram"
     AGGREGATE = "aggregate"
     STATE = "state"
     SNAPSHOT = "snapshot"
@@ -76,7 +75,7 @@ class Method(StrEnum):
 
 _BULKY = frozenset(
     {
-        *(Method.TRAIN, Method.PART, Method.GRAM, Method.AGGREGATE, Method.CHUNK),
+        *(Method.TRAIN, Method.PART, Method.AGGREGATE, Method.CHUNK),
         *(Method.AUDIT, Method.EVIDENCE, Method.PARAMETERS, Method.BASELINE),
     }
 )
@@ -385,18 +384,6 @@ class Part:
     attempt: int = integer(0, 1024)
     members: tuple[str, ...] = sequence(text(MAX_PEER_ID_CHARS), MAX_REPLICAS)
     microbatches: int = integer(0, MAX_MICROBATCHES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gram:
-    """Inner products of the members' mean gradients over my slice.
-
-    The body is float64 little endian [members, members]; the answer is empty.
-    """
-
-    step: int = _step()  # type: ignore[assignment]
-    attempt: int = integer(0, 1024)
-    members: tuple[str, ...] = sequence(text(MAX_PEER_ID_CHARS), MAX_REPLICAS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,6 @@ CALLS: dict[Method, Call] = {
     Method.ROUND_COMMIT: Call(messages.RoundCommit, "", messages.RoundAnswer, ""),
     Method.TRAIN: Call(messages.Train, "tokens, then the activation", messages.Trained, "gradient by the activation"),
     Method.PART: Call(messages.Part, "slice of the gradient sum", _EMPTY, "the reduced slice"),
-    Method.GRAM: Call(messages.Gram, "inner products", _EMPTY, ""),
     Method.AGGREGATE: Call(messages.Aggregate, "", messages.AggregateAnswer, "the mean gradient"),
     Method.STATE: Call(messages.StateQuery, "", messages.StateStatus, ""),
     Method.SNAPSHOT: Call(messages.Snapshot, "", messages.SnapshotAnswer, ""),

@@ -1,9 +1,9 @@
 """How siblings combine their gradients although some of them lie.
 
-Each sibling owns a slice of the stage's vector and gets everybody's part of it, so nobody sees a whole vector. What a
-member's whole vector is worth can still be told from inner products, and those of the slices add up. So everything here
-that judges members works on the Gram matrix of their vectors and ends in one coefficient for each member; the aggregate
-is the sum of coefficient times part, slice by slice.
+Each sibling owns a slice of the stage's vector, every k-th entry, gets everybody's part of it and judges these parts by
+themselves. A judgement of whole vectors would need what others tell of their slices, and would let through whoever is
+honest in most slices and sends anything in one. Everything here that judges members works on the Gram matrix of their
+parts and ends in one coefficient for each member; the aggregate is the sum of coefficient times part.
 
 What is known of honest members: their vectors are the same gradient plus noise of their own. Hence any two of them
 have about the same, positive inner product, however large the noise is, and nothing else in common. Distances do not
@@ -114,7 +114,7 @@ def capped_weights(microbatches: Sequence[int]) -> Tensor:
 
 
 def partial_gram(parts: Tensor) -> Tensor:
-    """Inner products of the members' parts of one slice; those of all slices add up to those of the whole vectors.
+    """Inner products of the members' parts of one slice.
 
     Element i goes to lane i mod 4096, each lane adds up in float64 from the front, and the lanes are folded in half
     until one is left: the same bits everywhere, so that whoever reduces a slice again can compare exactly. A product of
@@ -153,13 +153,13 @@ def faulty_members(gram: Tensor) -> tuple[int, ...]:
 
 
 def coefficients(gram: Tensor, weights: Tensor) -> Tensor:
-    """How much of each member's vector makes the aggregate: see the head of this file.
+    """How much of each member's part makes the aggregate: see the head of this file.
 
     Bounded whatever ``tolerated(k)`` members send: no coefficient is negative, they add up to at most 1, and the
-    aggregate is at most ``MAX_LENGTH`` times as long as the longest honest vector.
+    aggregate is at most ``MAX_LENGTH`` times as long as the longest honest part.
 
     Args:
-        gram: float64 [k, k], inner products of the members' mean gradients over the whole stage; symmetric.
+        gram: float64 [k, k], inner products of the members' mean gradients over a slice; symmetric.
         weights: float64 [k], as from ``capped_weights``. A member of weight 0 has no say either.
 
     Returns:

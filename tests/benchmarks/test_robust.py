@@ -75,6 +75,19 @@ def test_liars_replace_their_own_gradients_and_nobody_elses() -> None:
         assert not torch.equal(sent[-LIARS:], gradients[-LIARS:])
 
 
+def test_who_lies_in_some_slices_is_honest_in_the_others_and_gains_nothing_in_its_own() -> None:
+    gradients = made_up(0.5, seed=1)
+    lying = [attack for attack in ATTACKS if attack.slices]
+    assert lying
+    for attack in lying:
+        changed = (attacked(gradients, attack) != gradients)[-LIARS:]
+        for liar in changed:
+            assert {entry % REPLICAS for entry in liar.nonzero().flatten().tolist()} == set(range(attack.slices))
+        found = retention([gradients], attack, RULES)
+        assert found[OURS].retained > 0.9
+        assert found[MEAN].retained < 0.6
+
+
 def test_a_little_is_as_much_as_its_authors_say() -> None:
     assert little(8, 3) == pytest.approx(0.2533, abs=1e-4)
     assert little(50, 24) == pytest.approx(1.43, abs=0.01)

@@ -13,7 +13,7 @@ from node.butterfly import Contribution
 from node.rounds import strides
 from protocol.errors import RefusedError, SentinelError
 from protocol.fields import decode, encode
-from protocol.messages import AggregateAnswer, Gram, Method, Part, RoundAnswer, RoundCommit, RoundJoin
+from protocol.messages import AggregateAnswer, Method, Part, RoundAnswer, RoundCommit, RoundJoin
 from protocol.tensors import WireDtype, encode_tensor
 from protocol.transports.base import Observer, Request, Response, Route
 from protocol.transports.memory import MemoryNetwork, MemoryTransport
@@ -122,12 +122,7 @@ class Puppet:
         self.transport.serve(Method.ROUND_JOIN, Route(handler=self._join))
         self.transport.serve(Method.ROUND_COMMIT, Route(handler=self._commit))
         self.transport.serve(Method.PART, Route(handler=self._part, body_limit=1 << 20))
-        self.transport.serve(Method.GRAM, Route(handler=self._gram, body_limit=1 << 16))
         self.transport.serve(Method.AGGREGATE, Route(handler=self._aggregate))
-
-    async def _gram(self, request: Request) -> Response:
-        self.heard.put_nowait((request.peer, decode(Gram, request.head)))
-        return Response()
 
     async def _join(self, request: Request) -> Response:
         message = decode(RoundJoin, request.head)

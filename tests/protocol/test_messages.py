@@ -134,7 +134,6 @@ EXAMPLES: list[Any] = [
     messages.RoundAnswer(committed=False),
     messages.RoundAnswer(committed=True, digest=D32),
     messages.Part(step=3, attempt=0, members=(PEER,), microbatches=4),
-    messages.Gram(step=3, attempt=0, members=(PEER,)),
     messages.Aggregate(step=3),
     messages.AggregateAnswer(digest=D32, microbatches=16, present=4),
     messages.CheckpointQuery(stage=2),
