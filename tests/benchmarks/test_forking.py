@@ -105,8 +105,9 @@ def test_time_passes_with_computing_and_with_timers_and_not_while_others_have_th
                 pass
             computed = time.monotonic() - began
             # Stopped by another process, which lets it go on after a time: as if that one had had the CPU.
-            other = subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 1; kill -CONT {os.getpid()}"])
+            # It may do so before Popen returns.
             began, real = time.monotonic(), time.perf_counter()
+            other = subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 1; kill -CONT {os.getpid()}"])
             while time.perf_counter() - real < 1:
                 pass
             other.wait()

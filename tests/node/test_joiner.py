@@ -205,10 +205,6 @@ async def test_if_no_other_donor_appears_it_is_told_how_far_it_came(giving: Givi
 async def test_a_donor_that_stalls_is_replaced(giving: Giving) -> None:
     stalling, _ = giving.stage("ab")
 
-    async def never(request: Request) -> Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     stalling.on(Method.CHUNK, never)
     assert same_bits(await fetch(giving.joiner()), make_state(5))
 
@@ -368,6 +364,11 @@ async def test_when_all_are_busy_it_waits_for_its_turn(giving: Giving) -> None:
         await fetch(giving.joiner())
 
 
+async def never(request: Request) -> Response:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 async def test_when_all_keep_an_old_snapshot_for_another_that_one_is_tried(giving: Giving) -> None:
     donors = giving.stage("ab")
     for donor in donors:
@@ -376,8 +377,11 @@ async def test_when_all_keep_an_old_snapshot_for_another_that_one_is_tried(givin
         donor.reach(9)
     assert same_bits(await fetch(giving.joiner()), make_state(5))
     assert all(donor.frozen == 1 for donor in donors)
+    for donor in donors:
+        donor.on(Method.CHUNK, never)
+    patient = replace(LIMITS, download=replace(QUICK, chunk=PATIENCE))
     with pytest.raises(LostPaceError, match=r"no longer keep the aggregate of step [56]"):
-        await fetch(giving.joiner(), Quiet(gone=True))
+        await fetch(giving.joiner(patient), Quiet(gone=True))
     assert all(donor.server._users.keys() == {"another"} for donor in donors)
 
 

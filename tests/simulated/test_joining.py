@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def said(member: Member) -> list[str]:
 async def test_nodes_that_join_arrive_with_the_bits_of_their_siblings(tmp_path: Path, replicas: int) -> None:
     async with simulated(tmp_path, small_manifest(training=ENDLESS)) as swarm:
         siblings = await training(swarm, replicas)
+        joined = time.time()
         late = [swarm.join(f"late{number}", stage=1) for number in range(2)]
         reasons = said(late[0])
         for member in late:
@@ -81,8 +83,15 @@ async def test_nodes_that_join_arrive_with_the_bits_of_their_siblings(tmp_path: 
         assert_same_bits(*late, *siblings)
         assert reasons.index(next(reason for reason in reasons if reason.startswith("downloading"))) > 0
         assert any(reason.startswith("following the siblings at step") for reason in reasons)
-        events = [event.kind for member in (*late, *siblings) for event in member.node.telemetry.events]
-        assert "strike" not in events and "out_of_sync" not in events
+        # In this stage, and since they joined: elsewhere, and before, a busy machine may have kept somebody waiting.
+        here = {member.node.membership.me for member in (*late, *siblings)}
+        events = [
+            event
+            for member in (*late, *siblings)
+            for event in member.node.telemetry.events
+            if event.time >= joined and (event.kind == "out_of_sync" or (event.kind == "strike" and event.peer in here))
+        ]
+        assert not events
 
 
 async def test_a_state_that_takes_many_steps_to_fetch_is_caught_up_with(

@@ -222,18 +222,21 @@ async def test_the_only_replica_of_a_stage_that_was_killed_takes_it_up_again_fro
     async with simulated(tmp_path, manifest) as swarm:
         await swarm.coordinate()
         members = swarm.fill(1)
-        await until(lambda: all(step_of(member) >= 8 for member in members))
+        # Well after a checkpoint and before the next.
+        await until(lambda: all(step_of(member) >= 8 and step_of(member) % 5 in (3, 4) for member in members))
         await killed([members[1]])
         held = max(steps_on_disk(tmp_path, "s1r0"))
         assert held <= step_of(members[0]) - 2, "the others are further than its checkpoint"
+        stood = step_of(members[0])
         again = swarm.join("s1r0")
         others = [members[0], members[2]]
         await until(lambda: again.node.trainer is not None)
-        stood = step_of(members[0])
-        await until(lambda: all(step_of(member) >= stood + 3 for member in [again, *others]))
+        # The others may still have ended the step that was under way, and go on as soon as this one trains.
+        went_on = step_of(members[0])
+        await until(lambda: all(step_of(member) >= went_on + 3 for member in [again, *others]))
         assert restored_step(again) == held
         lost = again.node.metrics.updates_lost._value.get()
-        assert lost == stood - held > 1
+        assert 1 < stood - held <= lost <= went_on - held
         assert all(member.node.state is NodeState.TRAINING for member in others), "nobody went back or was thrown out"
         assert not any(member.node.guard.all_ejected() for member in [again, *others] if member.node.guard)
         # Whoever comes now is its sibling, to the bit.
@@ -282,16 +285,18 @@ async def test_a_stage_whose_disk_is_lost_comes_back_from_copies(tmp_path: Path)
         await until(lambda: all(copied(tmp_path, name, 1) for name in ("s0r0", "s2r0")))
         assert not copied(tmp_path, "s1r0", 1), "a stage's own nodes keep no copies of it"
         await killed([members[1]])
+        stood = step_of(members[0])
         shutil.rmtree(tmp_path / "s1r0")
         volunteer = swarm.join("volunteer")
         others = [members[0], members[2]]
         await until(lambda: volunteer.node.trainer is not None)
         assert volunteer.node.stage == 1
-        stood = step_of(members[0])
-        await until(lambda: all(step_of(member) >= stood + 3 for member in [volunteer, *others]))
+        # The others may still have ended the step that was under way, and go on as soon as the volunteer trains.
+        went_on = step_of(members[0])
+        await until(lambda: all(step_of(member) >= went_on + 3 for member in [volunteer, *others]))
         held = restored_step(volunteer)
         assert held is not None and held > 0 and held % 3 == 0
-        assert volunteer.node.metrics.updates_lost._value.get() == stood - held
+        assert stood - held <= volunteer.node.metrics.updates_lost._value.get() <= went_on - held
 
 
 async def test_a_swarm_that_was_killed_gets_a_lost_stage_from_copies(tmp_path: Path) -> None:
