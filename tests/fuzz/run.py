@@ -100,9 +100,11 @@ def blind(name: str, executions: int, seed: int, findings: Path) -> int:
         signal.alarm(SECONDS_PER_INPUT)
         try:
             taken = target.try_out(data)
-        except BaseException:
+        except Exception:  # whatever a decoder did not promise
             _keep(findings, name, data)
             return 1
+        finally:
+            signal.alarm(0)
         if taken and len(data) <= MAX_BYTES:
             if len(pool) < MAX_POOL:
                 pool.append(data)

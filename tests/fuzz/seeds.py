@@ -6,25 +6,23 @@ import json
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from node.checkpoints import checkpoint_name, write_checkpoint
 from node.snapshot import StageState
-from protocol import messages
-from protocol.admissions import Admission, sign_admission
 from protocol.framing import FrameKind, encode_head
 from protocol.hops import body_digest, sign_hop
 from protocol.identity import Identity
 from protocol.manifest import Manifest
-from protocol.receipts import sign_draw, sign_receipt, sign_vote, statement_digest
-from protocol.records import Accusation, Claim, NodeState, Verdict, sign_accusation, sign_claim, sign_verdict
+from protocol.messages import Method
+from protocol.receipts import sign_receipt
+from scripts.protocol_vectors import ONE, TIME, TWO, vectors
 
-SELF, OTHER, JUROR = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
-SWARM = bytes(range(32))
-NOW = 1_750_000_000.0
+SELF, OTHER, NOW = ONE, TWO, TIME
+SWARM = bytes.fromhex(Manifest.from_mapping({"name": "golden"}).swarm_id)
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{SELF.peer_id}"
-SUBJECT = statement_digest(b"a statement")
 SKETCH_BYTES = 64
 ACTIVATION, GRADIENT, RECEIVED = b"a" * 32, b"g" * 32, b"r" * 32
 
@@ -38,91 +36,37 @@ MANIFEST = Manifest.from_mapping(
 )
 
 
+@cache
+def _published() -> dict[str, Any]:
+    """The golden vectors, which are of the same identities, swarm and time."""
+    return vectors()
+
+
 def records() -> list[bytes]:
     """One signed record of each kind."""
-    claim = Claim(
-        swarm=SWARM,
-        peer=SELF.peer_id,
-        stage=1,
-        addresses=(ADDRESS,),
-        capacity=2.5,
-        state=NodeState.TRAINING,
-        step=41,
-        digest=b"\x07" * 32,
-        active_from=40,
-        generation=1_749_990_000_000_000,
-        sequence=3,
-        expires=NOW + 30.0,
-        label="attic",
-        agent="sentinel-swarm/1",
-        drill="",
-        pinned=True,
-    )
-    accusation = Accusation(
-        swarm=SWARM,
-        accuser=SELF.peer_id,
-        accuser_stage=0,
-        accused=OTHER.peer_id,
-        accused_stage=1,
-        kind="strikes",
-        reason="sign_flip",
-        step=41,
-        evidence=b"\x09" * 32,
-        expires=NOW + 3600.0,
-    )
-    verdict = Verdict(
-        swarm=SWARM,
-        writer=SELF.peer_id,
-        accused=OTHER.peer_id,
-        accused_stage=1,
-        reason="gradient",
-        step=41,
-        subject=SUBJECT,
-        draw=sign_draw(SELF, SWARM, SUBJECT),
-        votes=((JUROR.peer_id, sign_vote(JUROR, SWARM, subject=SUBJECT, accused=OTHER.peer_id, guilty=True)),),
-        expires=NOW + 3600.0,
-    )
-    return [sign_claim(SELF, claim), sign_accusation(SELF, accusation), sign_verdict(SELF, verdict)]
+    return [bytes.fromhex(record["bytes"]) for record in _published()["records"]]
 
 
 def admission() -> bytes:
     """The coordinator, SELF, admits OTHER."""
-    return sign_admission(
-        SELF,
-        Admission(swarm=SWARM, peer=OTHER.peer_id, serial=7, issued=NOW - 60, expires=NOW + 3600.0, revoked=False),
-    )
+    return bytes.fromhex(_published()["admission"]["bytes"])
+
+
+def _receipt(identity: Identity, **about: Any) -> bytes:
+    return sign_receipt(identity, SWARM, step=9, microbatch=4, parameters=body_digest((b"weights",)), **about)
 
 
 def receipt() -> bytes:
     """OTHER, in stage 0, got RECEIVED, sent ACTIVATION on, got GRADIENT back."""
-    return sign_receipt(
-        OTHER,
-        SWARM,
-        stage=0,
-        step=9,
-        microbatch=4,
-        received=body_digest((RECEIVED,)),
-        sent=body_digest((ACTIVATION,)),
-        got=body_digest((GRADIENT,)),
-        returned=body_digest((b"up",)),
-        parameters=body_digest((b"weights",)),
-    )
+    sent, got = body_digest((ACTIVATION,)), body_digest((GRADIENT,))
+    received, returned = body_digest((RECEIVED,)), body_digest((b"up",))
+    return _receipt(OTHER, stage=0, received=received, sent=sent, got=got, returned=returned)
 
 
 def receipt_below() -> bytes:
     """SELF, in stage 1, answers it."""
-    return sign_receipt(
-        SELF,
-        SWARM,
-        stage=1,
-        step=9,
-        microbatch=4,
-        received=body_digest((ACTIVATION,)),
-        sent=b"",
-        got=b"",
-        returned=body_digest((GRADIENT,)),
-        parameters=body_digest((b"weights",)),
-    )
+    received, returned = body_digest((ACTIVATION,)), body_digest((GRADIENT,))
+    return _receipt(SELF, stage=1, received=received, sent=b"", got=b"", returned=returned)
 
 
 def hop() -> bytes:
@@ -141,13 +85,10 @@ def hop() -> bytes:
 
 
 def frames() -> list[bytes]:
-    """A hello, and a request with a body."""
-    hello = {"version": 1, "swarm": SWARM, "agent": "sentinel/1", "time": NOW}
-    request = {"id": 1, "method": messages.Method.PART.value, "step": 3}
-    return [
-        encode_head(FrameKind.HELLO, hello, 0),
-        encode_head(FrameKind.REQUEST, request, 5) + b"hello" + encode_head(FrameKind.REQUEST, request, 0),
-    ]
+    """Streams of one frame each, and of several, one of them with a body."""
+    published = [bytes.fromhex(frame["frame"]) for frame in _published()["frames"]]
+    request = {"id": 1, "method": Method.PART.value, "step": 3}
+    return [*published, encode_head(FrameKind.REQUEST, request, 5) + b"hello" + published[0]]
 
 
 def saved() -> tuple[bytes, bytes]:
