@@ -42,10 +42,8 @@ from node.rounds import strides
 from node.tokenizer import load_tokenizer
 from protocol.manifest import Manifest
 from verifier.aggregation import (
+    agreement,
     capped_weights,
-    coefficients,
-    combine,
-    partial_gram,
     tolerated,
 )
 
@@ -174,8 +172,7 @@ def ours(vectors: Tensor) -> Tensor:
     aggregate = torch.empty(vectors.shape[1])
     weights = capped_weights([1] * len(vectors))
     for cut in strides(len(vectors)):
-        parts = vectors[:, cut].contiguous()
-        aggregate[cut] = combine(parts, coefficients(partial_gram(parts), weights))
+        aggregate[cut] = agreement(vectors[:, cut].contiguous(), weights)
     return aggregate
 
 

@@ -22,7 +22,7 @@ from protocol.messages import Method, Part
 from protocol.tensors import WireDtype, decode_tensor, encode_tensor
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
-from verifier.aggregation import Rule, capped_weights, coefficients, combine, partial_gram, rule_for
+from verifier.aggregation import Rule, agreement, capped_weights, rule_for
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Butterfly:
             return await _computed(self._length, reduce_slice, parts, counts)
         means = await _computed(self._length, _means, parts, counts)
         weights = capped_weights([counts[index] for index in active])
-        return await _computed(self._length, _agreement, means[active], weights)
+        return await _computed(self._length, agreement, means[active], weights)
 
     async def _all_told(self, key: RoundKey, told: Mapping[str, object]) -> None:
         """Wait until every member is in ``told``, or one that is not turns out to be gone, or the time is up."""
@@ -217,11 +217,6 @@ class Butterfly:
 def _means(parts: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
     """Each member's mean gradient over its microbatches, float32 [members, n]; zeros where it has none."""
     return torch.stack([part / max(1, count) for part, count in zip(parts, counts, strict=True)])
-
-
-def _agreement(means: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What most members agree on of a slice, float32 [n]; their parts of it are float32 [members, n]."""
-    return combine(means, coefficients(partial_gram(means), weights))
 
 
 async def _computed(entries: int, compute: Callable[[*Ts], torch.Tensor], *args: *Ts) -> torch.Tensor:

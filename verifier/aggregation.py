@@ -202,6 +202,15 @@ def combine(parts: Tensor, coefficients: Tensor) -> Tensor:
     return combined
 
 
+def agreement(parts: Tensor, weights: Tensor) -> Tensor:
+    """What most members agree on of one slice, float32 [n]; all of the rule.
+
+    ``parts``: float32 [k, n], members' mean gradients. ``weights``: float64 [k], as from ``capped_weights``. Raises
+    ValueError for other shapes or dtypes.
+    """
+    return combine(parts, coefficients(partial_gram(parts), weights))
+
+
 # checks --------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from verifier.aggregation import (
     MAX_WEIGHT,
     Rule,
     _core,
+    agreement,
     capped_weights,
     coefficients,
     combine,
@@ -43,7 +44,7 @@ def equal(members: int) -> Tensor:
 
 
 def aggregate(parts: Tensor) -> Tensor:
-    return combine(parts, coefficients(partial_gram(parts), equal(len(parts))))
+    return agreement(parts, equal(len(parts)))
 
 
 def kept(found: Tensor, wanted: Tensor) -> tuple[float, float]:
