@@ -242,9 +242,10 @@ async def test_twelve_nodes_that_start_at_once_spread_evenly_over_four_stages(tm
         outcomes = await asyncio.gather(*(member.outcome() for member in nodes))
     assert outcomes == [None] * 12
     assert Counter(member.node.stage for member in nodes) == {0: 3, 1: 3, 2: 3, 3: 3}
-    assert all(len(member.node.telemetry.losses) == 1 for member in nodes)
-    losses = {round(member.node.telemetry.losses[0][1], 9) for member in nodes}
-    assert len(losses) == 1  # one swarm, not several
+    # One swarm, not several; who got ready too late for the only step has fetched what it made of the stage.
+    held = {(member.node.stage, member.node.trainer.parameters) for member in nodes if member.node.trainer is not None}
+    assert len(held) == 4
+    assert len({round(loss, 9) for member in nodes for _, loss in member.node.telemetry.losses}) == 1
 
 
 @pytest.mark.parametrize(("stage", "method"), [(0, "share_done"), (1, "round_join"), (2, "round_join")])
