@@ -366,7 +366,7 @@ class Forming:
         Asks siblings and neighbours, who stand still for as long as a stage lacks replicas.
         """
         near = [claim.peer for claim in self._training(stage) if abs(claim.stage - stage) <= 1]
-        if not near or self._step == 0:
+        if not near:
             return True
         step = await self._step_of(self._rng.sample(near, min(MAX_ASKED, len(near))))
         return step is not None and abs(step - self._step) <= 1

@@ -6,16 +6,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from node import averaging, snapshot
+from node import averaging, daemon, snapshot
+from node.membership import Membership
 from node.simulated_swarm import Member, SimulatedSwarm, simulated
 from node.trainer import Trainer
 from protocol.fields import decode
 from protocol.messages import Chunk, Method
 from protocol.records import NodeState
 from protocol.transports.base import Request, Response, Route
+from protocol.transports.sessions import Transport
 from tests.swarm.harness import small_manifest
 
 pytestmark = pytest.mark.timeout(300)
@@ -92,6 +95,36 @@ async def test_nodes_that_join_arrive_with_the_bits_of_their_siblings(tmp_path: 
             if event.time >= joined and (event.kind == "out_of_sync" or (event.kind == "strike" and event.peer in here))
         ]
         assert not events
+
+
+async def test_who_joins_asks_where_the_others_are_when_their_claims_are_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claims are renewed now and then: those of a swarm that has just begun say step 0 for a while."""
+    asked = asyncio.Event()
+    update_claim, fetch_step = Membership.update_claim, daemon.fetch_step
+
+    def say_step_0(membership: Membership, **changes: Any) -> None:
+        if not asked.is_set() and "step" in changes:
+            changes |= {"step": 0}
+        update_claim(membership, **changes)
+
+    async def fetch(transport: Transport, peer: str) -> int | None:
+        step = await fetch_step(transport, peer)
+        asked.set()
+        return step
+
+    monkeypatch.setattr(Membership, "update_claim", say_step_0)
+    monkeypatch.setattr(daemon, "fetch_step", fetch)
+    network = {"renew_seconds": 2.0, "lease_seconds": 30.0}
+    async with simulated(tmp_path, small_manifest(training=ENDLESS, network=network)) as swarm:
+        siblings = await training(swarm, 2)
+        for member in siblings:
+            await until_trained(member, 6)
+        late = swarm.join("late", stage=1)
+        await until_trained(late, 3)
+        assert_same_bits(late, *siblings)
+        assert not [event for event in late.node.telemetry.events if event.kind == "out_of_sync"]
 
 
 async def test_a_state_that_takes_many_steps_to_fetch_is_caught_up_with(
