@@ -140,6 +140,7 @@ async def assemble(
         drill=drill,
     )
     trainer = Trainer(
+        identity=identity,
         manifest=manifest,
         stage=stage,
         transport=transport,

@@ -1,9 +1,13 @@
 """One step's averaging with the siblings of this node's stage: all of them commit, or none.
 
-Three phases. *Join*: siblings announce the same set of members. *Parts*: each member owns a
-slice, gets everyone's gradient sums of it and answers with the aggregate (``butterfly``). *Commit*:
+Four phases. *Join*: siblings announce the same set of members. *Parts*: each member owns a
+slice, gets everyone's gradient sums of it and answers with the aggregate (``butterfly``). *Check*:
+each member sees for itself that no owner answered with something else (``reduction_check``). *Commit*:
 members compare the digest of the whole aggregate. Whoever misses a phase asks a member that
 has committed for the aggregate; whoever dies costs the others one more attempt.
+
+An owner that a member has proven false is left out of the next attempt. If most members insist on it, it
+has lied to that one only: the member goes along, and takes the aggregate that most hold.
 """
 
 from __future__ import annotations
@@ -17,13 +21,15 @@ from dataclasses import dataclass
 
 import torch
 
-from node.butterfly import Butterfly, Contribution, flat
+from node.butterfly import Butterfly, Contribution, Exchanged, flat
+from node.reduction_check import ReductionCheck, Round
 from node.rounds import (
     Announcement,
     Members,
     aggregate_digest,
     agreed,
     differing,
+    insisted_on,
     joinable,
     majority_digest,
     next_attempt,
@@ -40,13 +46,19 @@ from protocol.messages import (
     RoundCommit,
     RoundJoin,
 )
+from protocol.parts import PartSigner
 from protocol.tensors import WireDtype, encode_tensor
 from protocol.transports.base import Request, Response, Route
 from protocol.transports.sessions import Transport
+from verifier.verdicts import Reason
 
 
 class OutOfSyncError(LocalError):
     """This node's parameters are not those of its siblings; it has to fetch their state."""
+
+
+class FalseReductionError(SentinelError):
+    """What a sibling made of its slice is not what the members' parts make of it."""
 
 
 log = logging.getLogger(__name__)
@@ -57,6 +69,7 @@ MAX_LOGGED_STEPS = 16
 CONTROL_SECONDS = 5.0
 WITNESS_SECONDS = 1.0
 """Between questions to the neighbours whether lost siblings live."""
+FALSE_PROJECTION = "it told of another part of its gradient than it sent"
 MAX_ATTEMPTS = 8
 MAX_FOLLOWED_ATTEMPT = 2 * MAX_ATTEMPTS
 """No sibling that keeps to the rules gets further; a number above it must not drag the others along."""
@@ -74,6 +87,25 @@ class Committed:
     """The step that the sibling was in that gave this aggregate; 0 where it was made here."""
     fetched: bool = False
     """Whether a sibling gave it, after this node missed a phase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checking:
+    """How what siblings reduce is checked."""
+
+    signer: PartSigner
+    mode: str = "enforce"
+    """As ``verifier.mode``: "observe" reports only, "off" does not look."""
+    chance: float = 0.0
+    """In how many steps of all the parts of some slice are looked at although nothing speaks against them."""
+    on_false: Callable[[str, Reason, str], None] = lambda peer, reason, text: None
+    """Hears whom this node has proven false, and by what."""
+    barred: Callable[[str], bool] = lambda peer: False
+    """Whether this node still holds it against a sibling that it was proven false."""
+    on_examined: Callable[[str, str], None] = lambda why, outcome: None
+    """Hears of every look at the parts of a slice."""
+    falsify: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    """The drill's: what to answer instead of a reduced slice."""
 
 
 async def _nobody(lost: Collection[str]) -> Collection[str]:
@@ -96,6 +128,7 @@ class Averager:
         on_stalled: Callable[[str], None],
         hop_seconds: float,
         robust: bool,
+        checking: Checking,
         on_failed_round: Callable[[], None] = lambda: None,
         alive: Callable[[Collection[str]], Awaitable[Collection[str] | None]] = _nobody,
         check_present: Callable[[int], None] = lambda step: None,
@@ -130,6 +163,13 @@ class Averager:
         self._slept_since = slept_since
         self._last_members: frozenset[str] = frozenset()
         self._behind: set[str] = set()
+        self._checking = checking
+        self._false: set[str] = set()
+        """Siblings that were proven false to this node."""
+        self._silent: set[str] = set()
+        """Those that did not show what they had to in this step."""
+        self._insisted: set[str] = set()
+        """Those of both that most others average with in this step."""
         self.rounds_failed = 0
         transport.serve(Method.ROUND_JOIN, Route(handler=self._serve_join, admits=is_sibling))
         transport.serve(Method.ROUND_COMMIT, Route(handler=self._serve_commit, admits=is_sibling))
@@ -145,6 +185,21 @@ class Averager:
             is_sibling=is_sibling,
             siblings=siblings,
             hop_seconds=hop_seconds,
+            signer=checking.signer,
+            falsify=checking.falsify,
+        )
+        self._check = ReductionCheck(
+            me=me,
+            transport=transport,
+            length=parameters,
+            robust=robust,
+            signer=checking.signer,
+            check_round=self._check_round,
+            is_sibling=is_sibling,
+            hop_seconds=hop_seconds,
+            chance=checking.chance,
+            on_examined=checking.on_examined,
+            on_false_projection=lambda peer: checking.on_false(peer, Reason.EQUIVOCATION, FALSE_PROJECTION),
         )
 
     async def close(self) -> None:
@@ -167,6 +222,7 @@ class Averager:
         for key in [key for key in self._commits if key[0] <= committed.step]:
             del self._commits[key]
         self._butterfly.forget(committed.step)
+        self._check.forget(committed.step)
         self._notify()
 
     # the round -----------------------------------------------------------------------
@@ -181,6 +237,10 @@ class Averager:
         self._step = step
         attempt = 0
         self._behind.clear()
+        self._false = {peer for peer in self._false if self._checking.barred(peer)}
+        self._silent.clear()
+        self._insisted.clear()
+        self._check.hold(contribution)
         for _ in range(MAX_ATTEMPTS):
             while True:
                 joined = await self._join(contribution, attempt)
@@ -191,11 +251,7 @@ class Averager:
                     break
             began = time.monotonic()
             try:
-                mean = await self._butterfly.exchange(contribution, members, attempt)
-                announced = self._announced[step]
-                others = sum(announced[peer].microbatches for peer in members if peer != self._me)
-                microbatches = others + contribution.microbatches
-                committed = await self._commit(step, attempt, members, mean, microbatches)
+                committed = await self._attempt(contribution, members, attempt)
             except SentinelError as error:
                 log.warning("averaging of step %d, attempt %d failed, trying again: %s", step, attempt, error)
                 committed = None
@@ -211,13 +267,52 @@ class Averager:
             attempt += 1
         raise LocalError(f"the siblings could not agree on step {step} in {MAX_ATTEMPTS} attempts; restart the node")
 
+    async def _attempt(self, contribution: Contribution, members: Members, attempt: int) -> Committed | None:
+        """Exchange, check and commit; None if the members do not agree.
+
+        Raises:
+            SentinelError: a member did not answer, or not with what it should have.
+        """
+        step = contribution.step
+        announced = {peer: told.microbatches for peer, told in self._announced[step].items()}
+        announced[self._me] = contribution.microbatches
+        counts = tuple(announced[peer] for peer in members)
+        exchanged = await self._butterfly.exchange(contribution, members, attempt)
+        await self._check_reduction(Round(step=step, attempt=attempt, members=members, microbatches=counts), exchanged)
+        return await self._commit(step, attempt, members, exchanged.aggregate, sum(counts))
+
+    async def _check_reduction(self, about: Round, exchanged: Exchanged) -> None:
+        """See that nobody answered with something else than the members' parts make.
+
+        Raises:
+            FalseReductionError: somebody did, and is left out of the next attempt.
+        """
+        if self._checking.mode == "off":
+            return
+        findings = await self._check.inspect(about, exchanged)
+        for peer, (reason, text) in findings.false.items():
+            self._checking.on_false(peer, reason, text)
+        if self._checking.mode != "enforce":
+            return
+        self._false.update(findings.false)
+        for peer in (findings.silent - self._insisted).intersection(self._siblings(about.step)):
+            self._on_stalled(peer)  # and not gone
+        self._silent |= findings.silent
+        if left_out := findings.all - self._insisted:
+            names = ", ".join(sorted(peer[-8:] for peer in left_out))
+            raise FalseReductionError(f"{names} reduced a slice to something false, or does not show what it was given")
+
+    def _left_out(self) -> set[str]:
+        """Siblings that this node does not average with."""
+        return (self._false | self._silent) - self._insisted
+
     async def _may_go_on(self, step: int, members: Members) -> bool:
         """Whether these members may commit the step without those who were there in the last one; waits if not.
 
         Raises:
             OutOfSyncError: the others have gone on.
         """
-        lost = self._last_members.difference(members, self._behind)
+        lost = self._last_members.difference(members, self._behind, self._left_out())
         if not lost:
             return True
         alive = await self._alive(lost)
@@ -234,7 +329,7 @@ class Averager:
     async def _join(self, contribution: Contribution, attempt: int) -> tuple[Members, int] | Committed:
         step = contribution.step
         announced = self._announced.setdefault(step, {})
-        dropped: set[str] = set()
+        dropped = self._left_out()
         live = members = self._live_members(step, dropped)
         settle_after = self._hop_seconds / 4
         while True:
@@ -256,6 +351,7 @@ class Averager:
                     agreed(self._me, mine, announced)
                     or self._live_members(step, dropped) != live
                     or next_attempt(mine.attempt, announced, mine.members, MAX_FOLLOWED_ATTEMPT) != mine.attempt
+                    or bool(insisted_on(self._left_out(), mine, announced))
                 )
 
             in_time = await self._wait_until(ready, settle_after)
@@ -266,6 +362,9 @@ class Averager:
                     return committed
                 return members, attempt
             attempt = next_attempt(attempt, announced, members, MAX_FOLLOWED_ATTEMPT)
+            if insisted := insisted_on(self._left_out(), mine, announced):
+                self._insisted |= insisted
+                dropped.difference_update(insisted)
             if not in_time:
                 settle_after *= 2
             if not in_time and settle_after > 4 * self._hop_seconds:
@@ -379,7 +478,7 @@ class Averager:
         live = set(self._siblings(step))
         await self._wait_until(
             lambda: all(peer in commits or peer not in self._siblings(step) for peer in others),
-            self._hop_seconds,
+            4 * self._hop_seconds,  # they may be looking at the parts of a slice first
         )
         if any(peer not in commits for peer in others):
             missing = [peer[-8:] for peer in others if peer not in commits]

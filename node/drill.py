@@ -155,6 +155,13 @@ class Drill:
             self._count(step)
         return self._victims[step]
 
+    def reduce(self, mean: Tensor, step: int) -> Tensor:
+        """What to answer siblings instead of the slice ``mean`` [n] of the aggregate; -0 and 0 are the same."""
+        if not self._plays(Attack.FALSE_REDUCTION, step) or not bool(mean.any()):
+            return mean
+        self._count(step)
+        return -mean
+
     def withdraw(self, flat: Tensor) -> None:
         """Put the honest parameters back into ``flat`` [n], for the next update and its digest."""
         if self._honest is not None:

@@ -30,9 +30,16 @@ class Attack(StrEnum):
     FRAME = "frame"  # accuses an honest neighbour, another one in every step
     FALSE_RECEIPT = "false-receipt"  # signs receipts over another digest than that of what it returned
     LYING_AUDITOR = "lying-auditor"  # says, as an auditor, the contrary of what it found
+    FALSE_REDUCTION = "false-reduction"  # answers -x for the slice of the gradients that it reduces for all
 
 
-CONDUCT_ATTACKS = (Attack.INJECT, Attack.FRAME, Attack.FALSE_RECEIPT, Attack.LYING_AUDITOR)
+CONDUCT_ATTACKS = (
+    Attack.INJECT,
+    Attack.FRAME,
+    Attack.FALSE_RECEIPT,
+    Attack.LYING_AUDITOR,
+    Attack.FALSE_REDUCTION,
+)
 """Those without a direction: no prefix goes before them."""
 
 TENSOR_ATTACKS = tuple(attack for attack in Attack if attack not in CONDUCT_ATTACKS)

@@ -20,13 +20,15 @@ METHODS: Final = tuple(method.value for method in Method)
 DHT_OPERATIONS: Final = ("store", "get")
 AUDIT_OUTCOMES: Final = ("honest", "guilty", "disputed", "parameters", "expired", "inconclusive", "skipped")
 AVERAGING_OUTCOMES: Final = ("committed", "refetched", "failed")
+EXAMINED_WHY: Final = ("sum", "rule", "chance")
+EXAMINED_OUTCOMES: Final = ("right", "false", "not_shown")
 COPY_OUTCOMES: Final = ("fetched", "failed", "skipped")
 CHECKPOINT_OUTCOMES: Final = ("written", "failed", "skipped", "damaged")
 
 REMOTE_KINDS: Final = tuple(
     dict.fromkeys(
         (
-            *("remote", "version", "swarm", "frame", "message", "tensor", "record", "refused", "flagged"),
+            *("remote", "signature", "version", "swarm", "frame", "message", "tensor", "record", "refused", "flagged"),
             *("internal", "unavailable", "busy", "too_old", "not_yet", "not_started", "not_admitted"),
             *("unknown_peer", "unknown_method", "incomplete", "range", "round", "digest", "snapshot"),
             *("expired", "exhausted", "unfinished", "no_evidence", "no_data", "not_drawn", "inconclusive"),

@@ -29,6 +29,8 @@ from node.metric_words import (
     DHT_OPERATIONS,
     DIRECTIONS,
     EJECTIONS,
+    EXAMINED_OUTCOMES,
+    EXAMINED_WHY,
     METHODS,
     OUTCOMES,
     PHASES,
@@ -291,6 +293,12 @@ class Metrics(Families):
         )
         self.audit_seconds = self._histogram(
             "audit_seconds", "Seconds from the opening of an audit to its end.", STEP_BUCKETS
+        )
+        self.slices_examined = self._counter(
+            "slices_examined_total",
+            "Slices of an aggregate whose parts this node had shown and reduced again, by why and with what result.",
+            why=EXAMINED_WHY,
+            outcome=EXAMINED_OUTCOMES,
         )
         self.votes = self._counter("votes_total", "Votes of this node as a juror in audits.", vote=VOTES)
         self.accusations = self._counter("accusations_total", "Accusations sent and received.", direction=ACCUSATIONS)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
 
 Members = tuple[str, ...]
 
@@ -79,6 +77,19 @@ def joinable(me: str, mine: Announcement, announced: Mapping[str, Announcement],
     return min(found, key=lambda members: (-len(members), members), default=None)
 
 
+def insisted_on(left_out: Collection[str], mine: Announcement, announced: Mapping[str, Announcement]) -> set[str]:
+    """Those whom this node leaves out and most of the other members do not, in this attempt or a later one.
+
+    Whoever lies to one member only is believed by the others; a liar to all is left out by all.
+    """
+    others = [
+        announced[peer].members
+        for peer in mine.members
+        if peer in announced and peer not in left_out and announced[peer].attempt >= mine.attempt
+    ]
+    return {peer for peer in left_out if 2 * sum(peer in members for members in others) > len(mine.members) - 1}
+
+
 def next_attempt(mine: int, announced: Mapping[str, Announcement], members: Members, most: int) -> int:
     """The attempt to announce: siblings that are further on are followed, up to ``most``."""
     others = (announced[peer].attempt for peer in members if peer in announced)
@@ -97,25 +108,6 @@ def strides(members: int) -> list[slice]:
 def slice_length(length: int, cut: slice) -> int:
     """How many of ``length`` entries a slice has."""
     return len(range(length)[cut])
-
-
-def reduce_slice(parts: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
-    """Mean gradient over all microbatches, from each member's gradient sum.
-
-    Args:
-        parts: float32 [n] per member, sums over that member's microbatches, in member order.
-        counts: microbatches of each member; a member with none adds nothing.
-
-    Returns:
-        float32 [n]; zeros when nobody has trained a microbatch. The order of the additions is
-        that of the members, so the bits do not depend on who arrived first.
-    """
-    total = sum(counts)
-    reduced = torch.zeros_like(parts[0])
-    for part, count in zip(parts, counts, strict=True):
-        if count > 0:
-            reduced += part
-    return reduced / total if total > 0 else reduced
 
 
 def aggregate_digest(aggregate: memoryview, microbatches: int) -> bytes:

@@ -233,6 +233,10 @@ class Telemetry(Observer):
         self.counters.audits += 1
         self.metrics.audited(outcome, seconds)
 
+    def slice_examined(self, why: str, outcome: str) -> None:
+        """This node had the parts of a slice shown, and reduced them again."""
+        self.metrics.slices_examined.labels(why=why, outcome=outcome).inc()
+
     def voted(self, guilty: bool) -> None:
         """This node has voted as a juror."""
         self.counters.votes += 1

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from node.averaging import Averager, Committed, OutOfSyncError
+from node.averaging import Averager, Checking, Committed, OutOfSyncError
 from node.backlog import Backlog, BacklogLimits
 from node.barrier import Deadline, left_behind
 from node.baselines import Baselines
@@ -41,7 +41,9 @@ from node.wiring import Wire, shares, wire
 from node.work import Step
 from node.worker import ComputeWorker, Priority
 from protocol.errors import MessageError, SentinelError
+from protocol.identity import Identity
 from protocol.manifest import Manifest
+from protocol.parts import PartSigner
 from protocol.records import NodeState
 from protocol.transports.sessions import Transport
 from verifier.quorum import neighbouring_stages
@@ -67,6 +69,7 @@ class Trainer:
     def __init__(
         self,
         *,
+        identity: Identity,
         manifest: Manifest,
         stage: int,
         transport: Transport,
@@ -117,6 +120,15 @@ class Trainer:
             on_stalled=self._stalled,
             hop_seconds=manifest.network.hop_timeout_seconds,
             robust=manifest.training.aggregation == "robust",
+            checking=Checking(
+                signer=PartSigner(identity, self._swarm),
+                mode=manifest.verifier.mode,
+                chance=manifest.verifier.audit_rate,
+                on_false=self._proven_false,
+                barred=lambda peer: not guard.allows(peer),
+                on_examined=telemetry.slice_examined,
+                falsify=None if drill is None else drill.reduce,
+            ),
             on_failed_round=telemetry.round_failed,
             alive=self._alive,
             check_present=self._check_present,
@@ -312,6 +324,9 @@ class Trainer:
 
     def _stalled(self, peer: str) -> None:
         self._guard.strike(peer, Reason.STALLED, self.step, detail="it holds the step up")
+
+    def _proven_false(self, peer: str, reason: Reason, text: str) -> None:
+        self._guard.condemn(peer, reason, self.step, detail=text)
 
     # state ---------------------------------------------------------------------------
 

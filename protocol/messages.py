@@ -58,6 +58,8 @@ class Method(StrEnum):
     ROUND_JOIN = "round_join"
     ROUND_COMMIT = "round_commit"
     TRAIN = "train"
+    ROUND_PROJECTION = "round_projection"
+    ROUND_PARTS = "round_parts"
     PART = "part"
     AGGREGATE = "aggregate"
     STATE = "state"
@@ -75,7 +77,7 @@ class Method(StrEnum):
 
 _BULKY = frozenset(
     {
-        *(Method.TRAIN, Method.PART, Method.AGGREGATE, Method.CHUNK),
+        *(Method.TRAIN, Method.PART, Method.AGGREGATE, Method.CHUNK, Method.ROUND_PROJECTION, Method.ROUND_PARTS),
         *(Method.AUDIT, Method.EVIDENCE, Method.PARAMETERS, Method.BASELINE),
     }
 )
@@ -384,6 +386,43 @@ class Part:
     attempt: int = integer(0, 1024)
     members: tuple[str, ...] = sequence(text(MAX_PEER_ID_CHARS), MAX_REPLICAS)
     microbatches: int = integer(0, MAX_MICROBATCHES)
+    signature: bytes = binary(64)
+    """Mine over the part, for this round and owner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartAnswer:
+    """The reduced slice is the body: the sum of coefficient times mean gradient over the members."""
+
+    coefficients: tuple[float, ...] = sequence(number(0.0, 1.0), MAX_REPLICAS)
+    """One for each member, in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundProjection:
+    """Project each slice of your gradient sum with the signs of this key; answered once for each round."""
+
+    step: int = _step()  # type: ignore[assignment]
+    attempt: int = integer(0, 1024)
+    members: tuple[str, ...] = sequence(text(MAX_PEER_ID_CHARS), MAX_REPLICAS)
+    key: bytes = binary(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundParts:
+    """Show me the parts of the slice that you have reduced; answered once for each round."""
+
+    step: int = _step()  # type: ignore[assignment]
+    attempt: int = integer(0, 1024)
+    members: tuple[str, ...] = sequence(text(MAX_PEER_ID_CHARS), MAX_REPLICAS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPartsAnswer:
+    """The parts are the body, in the order of the members, as each sent and signed it."""
+
+    microbatches: tuple[int, ...] = sequence(integer(0, MAX_MICROBATCHES), MAX_REPLICAS)
+    signatures: tuple[bytes, ...] = sequence(binary(64), MAX_REPLICAS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

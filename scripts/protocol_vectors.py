@@ -21,6 +21,7 @@ from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.manifest import Manifest
 from protocol.messages import End, Hello, Method, RequestHead
+from protocol.parts import PartClaim, PartSigner
 from protocol.receipts import sign_draw, sign_receipt, sign_vote, statement_digest
 from protocol.records import (
     Accusation,
@@ -36,6 +37,7 @@ from protocol.records import (
 )
 from protocol.tensors import WireDtype, encode_tensor
 from verifier.quorum import jury
+from verifier.reduction import WIDTH, projections
 from verifier.sketch import sketch
 
 TIME = 1_750_000_000.0
@@ -65,6 +67,8 @@ def vectors() -> dict[str, Any]:
         "wiring": _wiring(swarm),
         "jury": _jury(swarm),
         "aggregate_digest": _aggregate(),
+        "part": _part(swarm),
+        "projections": _projections(),
     }
 
 
@@ -280,3 +284,27 @@ def _aggregate() -> dict[str, Any]:
     values = [0.5, -1.25, 3.0]
     body = encode_tensor(torch.tensor(values), WireDtype.FP32)[0]
     return {"values": values, "microbatches": 16, "digest": aggregate_digest(body, 16).hex()}
+
+
+def _part(swarm: bytes) -> dict[str, Any]:
+    values = [0.5, -1.25, 3.0]
+    members = (ONE.peer_id, TWO.peer_id)
+    claim = PartClaim(step=STEP, attempt=1, members=members, owner=TWO.peer_id, microbatches=4)
+    signature = PartSigner(ONE, swarm).sign(claim, encode_tensor(torch.tensor(values), WireDtype.FP32))
+    about = {"step": STEP, "attempt": 1, "members": list(members), "owner": TWO.peer_id, "microbatches": 4}
+    return {"signer": ONE.peer_id, **about, "values": values, "signature": signature.hex()}
+
+
+def _projections() -> dict[str, Any]:
+    key = hashlib.sha256(b"key").digest()
+    vector = torch.arange(3.0 * WIDTH + 5.0).remainder(7.0)
+    found = projections(vector, 2, key=key)
+    digest = hashlib.sha256(b"".join(encode_tensor(found, WireDtype.FP32))).hexdigest()
+    return {
+        "vector": f"entry i is i mod 7, for {len(vector)} entries",
+        "members": 2,
+        "key": key.hex(),
+        "width": found.shape[1],
+        "first": found[:, :4].tolist(),
+        "sha256": digest,
+    }

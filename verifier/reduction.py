@@ -83,6 +83,11 @@ def reduce_parts(parts: Sequence[Tensor], counts: Sequence[int], *, robust: bool
     return Reduced(mean=combine(means, found), coefficients=tuple(found.tolist()))
 
 
+def projection_width(entries: int, members: int) -> int:
+    """Entries of a projection of each of ``members`` slices of a vector."""
+    return max(1, min(WIDTH, -(-entries // members)))
+
+
 def projections(vector: Tensor, members: int, *, key: bytes) -> Tensor:
     """A projection of each member's slice of a vector, float32 [members, width]; width is at most ``WIDTH``.
 
@@ -97,7 +102,7 @@ def projections(vector: Tensor, members: int, *, key: bytes) -> Tensor:
     if len(key) != KEY_BYTES:
         raise ValueError(f"the key of a projection has {KEY_BYTES} bytes, got {len(key)}")
     length = -(-len(vector) // members)
-    width = max(1, min(WIDTH, length))
+    width = projection_width(len(vector), members)
     rows = -(-length // width)
     signs = _signs(key, rows * width).view(rows, width, 1)
     total = torch.zeros(width, members, dtype=torch.float64)
@@ -142,7 +147,8 @@ def doubt(
 
 def fits(told: Tensor, part: Tensor, *, key: bytes) -> bool:
     """Whether what a member told as the projection of its part [n] is that, up to rounding."""
-    true = projections(part, 1, key=key)[0].double()
+    padded = torch.nn.functional.pad(part, (0, max(0, len(told) - len(part))))  # others' slices may have one more
+    true = projections(padded, 1, key=key)[0].double()
     off = torch.linalg.vector_norm(told.double() - true)
     return bool(off <= SUM_TOLERANCE * torch.linalg.vector_norm(true))
 
@@ -156,9 +162,7 @@ def _means(sums: Tensor, counts: Sequence[int]) -> Tensor:
     return means
 
 
-def _coefficients(
-    means: Tensor, counts: Sequence[int], gram: Callable[[Tensor], Tensor], *, robust: bool
-) -> Tensor:
+def _coefficients(means: Tensor, counts: Sequence[int], gram: Callable[[Tensor], Tensor], *, robust: bool) -> Tensor:
     """What each mean is multiplied with, float64 [members]."""
     active = [index for index, count in enumerate(counts) if count > 0]
     found = torch.zeros(len(counts), dtype=torch.float64)

@@ -46,6 +46,8 @@ class Reason(StrEnum):
     STALLED = "stalled"
     PARAMETERS = "parameters"
     FALSE_VOTE = "false_vote"
+    REDUCTION = "reduction"
+    EQUIVOCATION = "equivocation"
     PROTOCOL = "protocol"
 
     # Findings of the swarm: the kinds of an accusation.

@@ -8,22 +8,51 @@ from typing import Any
 
 import torch
 
-from node.averaging import Averager, Committed
+from node.averaging import Averager, Checking, Committed
 from node.butterfly import Contribution
 from node.rounds import strides
 from protocol.errors import RefusedError, SentinelError
 from protocol.fields import decode, encode
-from protocol.messages import AggregateAnswer, Method, Part, RoundAnswer, RoundCommit, RoundJoin
+from protocol.framing import Buffer
+from protocol.identity import Identity
+from protocol.messages import (
+    AggregateAnswer,
+    Method,
+    Part,
+    PartAnswer,
+    RoundAnswer,
+    RoundCommit,
+    RoundJoin,
+    RoundProjection,
+)
+from protocol.parts import PartClaim, PartSigner
 from protocol.tensors import WireDtype, encode_tensor
 from protocol.transports.base import Observer, Request, Response, Route
 from protocol.transports.memory import MemoryNetwork, MemoryTransport
 from protocol.transports.sessions import SessionOptions
+from verifier.reduction import projections
+from verifier.verdicts import Reason
 
 LENGTH = 101
 HOP_SECONDS = 0.6
 PATIENCE = 30.0
 OLD, NEW = b"\x01" * 32, b"\x02" * 32
 """Digests of parameters; OLD is the smaller one."""
+
+
+def identity(name: str) -> Identity:
+    """The key of a peer of a short name."""
+    return Identity(name.encode().ljust(32, b"."))
+
+
+class NamedSigner(PartSigner):
+    """Checks the signatures of peers that go by short names."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(identity(name), bytes(32))
+
+    def check(self, peer: str, claim: PartClaim, body: Sequence[Buffer], signature: bytes) -> bool:
+        return super().check(identity(peer).peer_id, claim, body, signature)
 
 
 class Blame(Observer):
@@ -55,6 +84,8 @@ class Sibling:
         )
         self.gone: set[str] = set()
         self.stalled: list[str] = []
+        self.false: list[tuple[str, Reason]] = []
+        self.examined: list[tuple[str, str]] = []
         self._changed = asyncio.Event()
         self.transport.on_peer_gone(self._lose)
         if ready:
@@ -74,8 +105,21 @@ class Sibling:
             on_stalled=self.stalled.append,
             hop_seconds=stage.hop_seconds,
             robust=stage.robust,
+            checking=Checking(
+                signer=NamedSigner(self.name),
+                mode=stage.mode,
+                chance=stage.chance,
+                on_false=lambda peer, reason, text: self.false.append((peer, reason)),
+                barred=lambda peer: any(peer == name for name, _ in self.false),
+                on_examined=lambda why, outcome: self.examined.append((why, outcome)),
+                falsify=self.falsify,
+            ),
         )
         self.averager.stand_at(0)
+
+    def falsify(self, mean: torch.Tensor, step: int) -> torch.Tensor:
+        """What it answers for its slice."""
+        return mean
 
     def siblings(self, step: int) -> list[str]:
         return sorted(self.stage.roster - {self.name} - self.gone)
@@ -118,11 +162,24 @@ class Puppet:
         self.on_join: Callable[[str, RoundJoin], RoundAnswer] = lambda peer, message: RoundAnswer(committed=False)
         self.on_commit: Callable[[str, RoundCommit], RoundAnswer] = lambda peer, message: RoundAnswer(committed=False)
         self.slice: torch.Tensor | None = None
+        self.coefficients: tuple[float, ...] | None = None
+        """What it says that each member counts for; None for all the same."""
+        self.gradient: torch.Tensor | None = None
+        """Of which it tells projections."""
         self.aggregate: tuple[AggregateAnswer, torch.Tensor] | None = None
         self.transport.serve(Method.ROUND_JOIN, Route(handler=self._join))
         self.transport.serve(Method.ROUND_COMMIT, Route(handler=self._commit))
         self.transport.serve(Method.PART, Route(handler=self._part, body_limit=1 << 20))
         self.transport.serve(Method.AGGREGATE, Route(handler=self._aggregate))
+        self.transport.serve(Method.ROUND_PROJECTION, Route(handler=self._projection))
+
+    async def _projection(self, request: Request) -> Response:
+        message = decode(RoundProjection, request.head)
+        if self.gradient is None:
+            await asyncio.Event().wait()
+        assert self.gradient is not None
+        told = projections(self.gradient, len(message.members), key=message.key)
+        return Response(body=encode_tensor(told, WireDtype.FP32))
 
     async def _join(self, request: Request) -> Response:
         message = decode(RoundJoin, request.head)
@@ -135,11 +192,14 @@ class Puppet:
         return Response(head=encode(self.on_commit(request.peer, message)))
 
     async def _part(self, request: Request) -> Response:
-        self.heard.put_nowait((request.peer, decode(Part, request.head)))
+        message = decode(Part, request.head)
+        self.heard.put_nowait((request.peer, message))
         if self.slice is None:
             await asyncio.Event().wait()
         assert self.slice is not None
-        return Response(body=encode_tensor(self.slice, WireDtype.FP32))
+        count = len(message.members)
+        head = encode(PartAnswer(coefficients=self.coefficients or (1 / count,) * count))
+        return Response(head=head, body=encode_tensor(self.slice, WireDtype.FP32))
 
     async def _aggregate(self, request: Request) -> Response:
         if self.aggregate is None:
@@ -156,7 +216,8 @@ class Puppet:
 
     async def say(self, peer: str, method: Method, message: Any, body: torch.Tensor | None = None) -> Response:
         buffers = [] if body is None else encode_tensor(body, WireDtype.FP32)
-        return await self.transport.call(peer, method, message, buffers, timeout=PATIENCE, reply_limit=4 * LENGTH)
+        limit = 8 * LENGTH  # of a vector, each slice of which is filled up to the longest, or of all parts of a slice
+        return await self.transport.call(peer, method, message, buffers, timeout=PATIENCE, reply_limit=limit)
 
     async def join(
         self, peers: Sequence[str], members: Sequence[str], *, attempt: int = 0, parameters: bytes = OLD
@@ -169,14 +230,23 @@ class Puppet:
     def send_parts(
         self, members: Sequence[str], gradient: torch.Tensor, attempt: int = 0
     ) -> dict[str, asyncio.Task[Response]]:
-        """Send each other member its slice of ``gradient``."""
+        """Send each other member its slice of ``gradient``, and stand by it."""
+        self.gradient = gradient
         cuts = dict(zip(members, strides(len(members)), strict=True))
-        message = Part(step=0, attempt=attempt, members=tuple(members), microbatches=1)
         return {
-            peer: self.stage.spawn(self.say(peer, Method.PART, message, gradient[cuts[peer]]))
+            peer: self.stage.spawn(self.send_part(peer, members, gradient[cuts[peer]], attempt))
             for peer in members
             if peer != self.name
         }
+
+    async def send_part(
+        self, owner: str, members: Sequence[str], part: torch.Tensor, attempt: int = 0, step: int = 0
+    ) -> Response:
+        """Send the owner of a slice this puppet's signed part of it."""
+        claim = PartClaim(step=step, attempt=attempt, members=tuple(members), owner=owner, microbatches=1)
+        signature = NamedSigner(self.name).sign(claim, encode_tensor(part, WireDtype.FP32))
+        message = Part(step=step, attempt=attempt, members=claim.members, microbatches=1, signature=signature)
+        return await self.say(owner, Method.PART, message, part)
 
     def die(self) -> None:
         """Vanish without a word."""
@@ -189,8 +259,17 @@ class Puppet:
 class Stage:
     """The replicas of one stage."""
 
-    def __init__(self, *, robust: bool = False, hop_seconds: float = HOP_SECONDS) -> None:
+    def __init__(
+        self,
+        *,
+        robust: bool = False,
+        hop_seconds: float = HOP_SECONDS,
+        mode: str = "enforce",
+        chance: float = 0.0,
+    ) -> None:
         self.robust = robust
+        self.mode = mode
+        self.chance = chance
         self.hop_seconds = hop_seconds
         self.network = MemoryNetwork()
         self.roster: set[str] = set()

@@ -22,6 +22,8 @@ from protocol.messages import (
     RoundAnswer,
     RoundCommit,
     RoundJoin,
+    RoundParts,
+    RoundProjection,
 )
 from protocol.tensors import WireDtype, decode_tensor, encode_tensor
 from tests.node.siblings import HOP_SECONDS, LENGTH, NEW, OLD, PATIENCE, Stage, gradients
@@ -434,9 +436,8 @@ async def test_opening_many_rounds_keeps_nobody_from_averaging(stage: Stage) -> 
     refused = 0
     for attempt in range(MAX_ATTEMPTS * 2):
         for members in (("a", "x"), ("a", "b", "x"), ("a", "x", "y")):
-            message = Part(step=1, attempt=attempt, members=members, microbatches=1)
             length = slice_length(LENGTH, strides(len(members))[0])
-            stage.spawn(flood.say("a", Method.PART, message, torch.zeros(length)))
+            stage.spawn(flood.send_part("a", members, torch.zeros(length), attempt, step=1))
     await asyncio.sleep(0.1)
     for task in list(stage.tasks):
         if task.done() and isinstance(error := task.exception(), RefusedError):
@@ -470,14 +471,19 @@ async def test_rounds_of_other_steps_are_refused(stage: Stage, step: int, kind: 
     (one,) = stage.siblings("a")
     asking = stage.puppet("x", listed=False)
     one.averager.stand_at(3)
-    for method, message, body in (
-        (Method.ROUND_JOIN, RoundJoin(step=step, **JOIN), None),
-        (Method.ROUND_COMMIT, RoundCommit(step=step, attempt=0, digest=bytes(32)), None),
-        (Method.PART, Part(step=step, attempt=0, members=("a", "x"), microbatches=1), torch.zeros(51)),
+    about: dict[str, Any] = {"step": step, "attempt": 0, "members": ("a", "x")}
+    for method, message in (
+        (Method.ROUND_JOIN, RoundJoin(step=step, **JOIN)),
+        (Method.ROUND_COMMIT, RoundCommit(step=step, attempt=0, digest=bytes(32))),
+        (Method.ROUND_PROJECTION, RoundProjection(key=bytes(32), **about)),
+        (Method.ROUND_PARTS, RoundParts(**about)),
     ):
         with pytest.raises(RefusedError) as caught:
-            await asking.say("a", method, message, body)
+            await asking.say("a", method, message)
         assert caught.value.kind == kind
+    with pytest.raises(RefusedError) as caught:
+        await asking.send_part("a", ("a", "x"), torch.zeros(51), step=step)
+    assert caught.value.kind == kind
     with pytest.raises(RefusedError) as caught:
         await asking.say("a", Method.AGGREGATE, Aggregate(step=step))
     assert caught.value.kind == ("too_old" if step < 3 else "not_yet")
@@ -498,15 +504,17 @@ async def test_parts_out_of_place_are_refused(stage: Stage) -> None:
     asking = stage.puppet("x", listed=False)
 
     async def refusal(members: tuple[str, ...], size: int) -> str:
-        message = Part(step=0, attempt=0, members=members, microbatches=1)
         with pytest.raises((RefusedError, MessageError)) as caught:
-            await asking.say("a", Method.PART, message, torch.zeros(size))
+            await asking.send_part("a", members, torch.zeros(size))
         return caught.value.kind
 
     assert await refusal(("a", "b"), 51) == "round"  # not of the sender
     assert await refusal(("b", "x"), 51) == "round"  # not of the receiver
     assert await refusal((), 51) == "round"
     assert await refusal(("a", "x"), 50) == "size"
+    unsigned = Part(step=0, attempt=0, members=("a", "x"), microbatches=1, signature=bytes(64))
+    with pytest.raises(RefusedError, match="not signed"):
+        await asking.say("a", Method.PART, unsigned, torch.zeros(51))
     first = stage.spawn(refusal(("a", "x"), 51))
     await asyncio.sleep(0.01)
     assert await refusal(("a", "x"), 51) == "repeated"
@@ -520,7 +528,9 @@ async def test_a_peer_without_a_claim_on_the_stage_is_not_admitted(stage: Stage)
     for method, message in (
         (Method.ROUND_JOIN, RoundJoin(step=0, **JOIN)),
         (Method.ROUND_COMMIT, RoundCommit(step=0, attempt=0, digest=bytes(32))),
-        (Method.PART, Part(step=0, attempt=0, members=("a", "x"), microbatches=1)),
+        (Method.PART, Part(step=0, attempt=0, members=("a", "x"), microbatches=1, signature=bytes(64))),
+        (Method.ROUND_PROJECTION, RoundProjection(step=0, attempt=0, members=("a", "x"), key=bytes(32))),
+        (Method.ROUND_PARTS, RoundParts(step=0, attempt=0, members=("a", "x"))),
         (Method.AGGREGATE, Aggregate(step=0)),
     ):
         with pytest.raises(RefusedError) as caught:
@@ -532,8 +542,8 @@ async def test_a_peer_without_a_claim_on_the_stage_is_not_admitted(stage: Stage)
 async def test_without_any_agreement_the_node_gives_up_and_says_so(stage: Stage) -> None:
     (one,) = stage.siblings("a")
     liar = stage.puppet("b")
-    liar.slice = torch.zeros(50)
     (gradient,) = gradients(1)
+    liar.slice = gradient[strides(2)[1]]
     running = stage.spawn(one.run(gradient))
 
     async def disagree() -> None:

@@ -11,10 +11,10 @@ from node.rounds import (
     Announcement,
     aggregate_digest,
     agreed,
+    insisted_on,
     joinable,
     majority_digest,
     next_attempt,
-    reduce_slice,
     settle_members,
     slice_length,
     strides,
@@ -84,39 +84,29 @@ def test_slices_share_the_vector_out_and_differ_by_one_at_most(length: int, memb
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), min_size=1, max_size=6), st.integers(0, 40))
-def test_the_reduction_is_the_mean_over_microbatches_with_fixed_bits(
-    members: list[tuple[int, int]], length: int
+ROUND = Announcement(members=("a", "b", "c"), attempt=1, microbatches=1, parameters=bytes(32))
+
+
+@pytest.mark.parametrize(
+    ("others", "insisted"),
+    [
+        ({}, set()),
+        ({"b": ("abcx", 1)}, set()),
+        ({"b": ("abcx", 1), "c": ("abcx", 2)}, {"x"}),
+        ({"b": ("abcx", 1), "c": ("abcx", 0)}, set()),  # c has not come to this attempt yet
+        ({"b": ("abcx", 1), "c": ("abc", 1)}, set()),
+        ({"b": ("abcx", 1), "x": ("abcx", 1)}, set()),  # x has no say in it
+    ],
+)
+def test_who_is_left_out_comes_back_when_most_others_average_with_it(
+    others: dict[str, tuple[str, int]], insisted: set[str]
 ) -> None:
-    parts = [torch.randn(length, generator=torch.Generator().manual_seed(seed)) * count for seed, count in members]
-    counts = [count for _, count in members]
-    kept = [part.clone() for part in parts]
-    reduced = reduce_slice(parts, counts)
-    assert torch.equal(reduced, reduce_slice(parts, counts))
-    assert all(torch.equal(part, before) for part, before in zip(parts, kept, strict=True))
-    exact = sum(
-        (part.double() for part, count in zip(parts, counts, strict=True) if count), torch.zeros(length).double()
-    )
-    torch.testing.assert_close(reduced.double(), exact / max(1, sum(counts)), rtol=1e-4, atol=1e-5)
-
-
-def test_slices_reduced_apart_make_the_same_bits_as_the_whole() -> None:
-    generator = torch.Generator().manual_seed(1)
-    parts = [torch.randn(101, generator=generator) for _ in range(3)]
-    whole = reduce_slice(parts, [2, 3, 1])
-    for cut in strides(3):
-        assert torch.equal(reduce_slice([part[cut] for part in parts], [2, 3, 1]), whole[cut])
-
-
-def test_a_member_without_microbatches_adds_nothing() -> None:
-    parts = [torch.tensor([6.0]), torch.tensor([1e30])]
-    assert reduce_slice(parts, [3, 0]).tolist() == [2.0]
-    assert reduce_slice(parts, [0, 0]).tolist() == [0.0]
-
-
-def test_parts_and_counts_have_to_match() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        reduce_slice([torch.zeros(1)] * 2, [1])
+    announced = {
+        peer: Announcement(members=tuple(members), attempt=attempt, microbatches=1, parameters=bytes(32))
+        for peer, (members, attempt) in others.items()
+    }
+    assert insisted_on({"x"}, ROUND, announced) == insisted
+    assert insisted_on(set(), ROUND, announced) == set()
 
 
 def test_the_digest_covers_the_bytes_and_the_count() -> None:

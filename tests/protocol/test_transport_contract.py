@@ -28,7 +28,7 @@ from protocol.transports.sessions import MAX_SERVED_AT_ONCE, Transport
 from tests.protocol.peers import NOBODY, PATIENCE, SWARM, Peers, RawPeer, becomes, recorder, serve, until
 
 MIB = 1 << 20
-PART = Part(step=1, attempt=0, members=(), microbatches=1)
+PART = Part(step=1, attempt=0, members=(), microbatches=1, signature=bytes(64))
 
 
 async def ask(
