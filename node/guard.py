@@ -37,6 +37,9 @@ from verifier.verdicts import Direction, Reason
 MAX_EVIDENCE_LINES = 64
 """Strikes against one peer that an accusation's digest covers."""
 
+PROVEN_BY_SIBLINGS = frozenset({Reason.REDUCTION.value, Reason.EQUIVOCATION.value})
+"""Reasons of accusations for what happens in the averaging."""
+
 GUARD_REASONS = {reason.value: reason for reason in Reason}
 """Kinds of a remote error that are a reason to strike."""
 
@@ -437,13 +440,8 @@ class Guard:
         stage = self._view.stage_of(accused)
         if stage is None:
             stage = next(iter(accusers.values())).accused_stage
-        near = neighbouring_stages(stage, self._num_stages)
-        neighbours = [
-            claim.peer
-            for place in near
-            for claim in self._view.roster(place, 2**40, without=self.ejected() | {accused})
-        ]
-        if not ejects(accused=accused, accusers=accusers, neighbours=neighbours):
+        voters = self._voters(accused, stage, accusers)
+        if voters is None:
             return
         until = max(entry.expires for entry in accusers.values())
         reason = most_common_reason(list(accusers.values()))
@@ -455,7 +453,27 @@ class Guard:
         changes = self.ledger.eject(accused, reason=Reason.STRIKES, until=until, now=self._wall_clock())
         self._handle(changes, self._step, None)
         if changes:
-            self._on_ejected(accused, f"{reason} ({len(accusers)} of {len(neighbours)} neighbours)", until)
+            self._on_ejected(accused, f"{reason} ({len(accusers)} of {voters})", until)
+
+    def _voters(self, accused: str, stage: int, accusers: Mapping[str, Accusation]) -> str | None:
+        """Of whom, in words, the accusers are enough to eject a peer of a stage; None if they are not enough.
+
+        Those are its neighbours, or, for what only siblings see and each proves to itself, the siblings.
+        """
+        without = self.ejected() | {accused}
+
+        def live(place: int) -> list[str]:
+            return [claim.peer for claim in self._view.roster(place, 2**40, without=without)]
+
+        neighbours = [peer for place in neighbouring_stages(stage, self._num_stages) for peer in live(place)]
+        if ejects(accused=accused, accusers=accusers, neighbours=neighbours):
+            return f"{len(neighbours)} neighbours"
+        siblings = live(stage)
+        proven = {peer for peer, entry in accusers.items() if entry.reason in PROVEN_BY_SIBLINGS}
+        held = self._view.has_held(accused, stage)  # else a majority of any one stage could convict whoever it likes
+        if held and convicts(accused=accused, jury=siblings, guilty=proven, live=siblings):
+            return f"{len(siblings)} siblings"
+        return None
 
     # verdicts of juries --------------------------------------------------------------
 

@@ -55,6 +55,14 @@ def test_a_lying_auditor_says_the_contrary() -> None:
     assert counts(drill) == (2, 2)
 
 
+def test_a_false_reduction_is_turned_round() -> None:
+    drill = drill_of("false-reduction", from_step=2)
+    mean = torch.tensor([1.0, -2.0, 0.0])
+    assert torch.equal(drill.reduce(mean, 1), mean)
+    assert torch.equal(drill.reduce(torch.zeros(3), 2), torch.zeros(3)) and counts(drill) == (0, None)
+    assert torch.equal(drill.reduce(mean, 2), -mean) and counts(drill) == (1, 2)
+
+
 @pytest.mark.parametrize("attack", Attack)
 def test_partners_are_vouched_for_and_spared(attack: Attack) -> None:
     drill = drill_of(attack, from_step=5)

@@ -18,7 +18,7 @@ from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.receipts import sign_draw, sign_vote, statement_digest
 from protocol.records import NodeState, Verdict, parse_record, sign_verdict
-from tests.node.claims import NOW, claim, names
+from tests.node.claims import NOW, accusation, claim, names
 from verifier.ledger import PeerState
 from verifier.quorum import JURY_SIZE
 from verifier.verdicts import Reason
@@ -420,3 +420,46 @@ def test_whoever_differs_step_after_step_is_accused_and_let_go() -> None:
         there.guard.end_step(step)
     assert there.state("d") is PeerState.QUARANTINED and there.accused == ["d"]
     assert not there.guard.allows("d") and there.told == []
+
+
+# what siblings prove to themselves in the averaging ------------------------------------------------
+
+
+def accused_by(node: Watch, accuser: str, accused: str, reason: Reason, *, stage: int = 1) -> None:
+    """Take an accusation in, as the membership does."""
+    told = accusation(
+        accuser,
+        accused,
+        accuser_stage=node.view.stage_of(accuser),
+        accused_stage=stage,
+        reason=reason.value,
+        expires=NOW + HOUR,
+    )
+    assert node.view.merge(told, repr(told).encode(), NOW)
+    node.guard.consider(accused)
+
+
+@pytest.mark.parametrize("reason", [Reason.REDUCTION, Reason.EQUIVOCATION])
+def test_a_majority_of_siblings_ejects_for_what_only_they_see(reason: Reason) -> None:
+    node = watch("me", "abcx", "de")
+    accused_by(node, "a", "x", reason)
+    assert node.state("x") is PeerState.PROBATION
+    accused_by(node, "b", "x", reason)
+    assert node.state("x") is PeerState.EJECTED
+    assert node.told == [("x", f"{reason.value} (2 of 3 siblings)", NOW + HOUR)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "accusers", "reason"),
+    [
+        (("me", "abcx", "de"), "ab", Reason.STALLED),  # siblings have no say in what neighbours see
+        (("me", "ax", "de"), "a", Reason.REDUCTION),  # of two, neither outvotes the other
+        (("mefgh", "abcx", "de"), "de", Reason.REDUCTION),  # nor do others see it
+        (("me", "abcdx", ""), "ab", Reason.REDUCTION),  # half of them are no majority
+    ],
+)
+def test_others_and_fewer_eject_nobody_for_it(stages: tuple[str, ...], accusers: str, reason: Reason) -> None:
+    node = watch(*stages)
+    for accuser in accusers:
+        accused_by(node, accuser, "x", reason)
+    assert node.state("x") is not PeerState.EJECTED and not node.told

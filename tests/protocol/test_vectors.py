@@ -239,3 +239,24 @@ def test_the_digest_of_an_aggregate() -> None:
     case = VECTORS["aggregate_digest"]
     mean = struct.pack(f"<{len(case['values'])}f", *case["values"])
     assert hashlib.sha256(case["microbatches"].to_bytes(8, "big") + mean).hexdigest() == case["digest"]
+
+
+def test_the_signature_of_a_part() -> None:
+    case = VECTORS["part"]
+    body = struct.pack(f"<{len(case['values'])}f", *case["values"])
+    about = [case["step"], case["attempt"], case["members"], case["owner"], case["microbatches"]]
+    data = packed([SWARM, *about, hashlib.sha256(body).digest()])
+    signed_by(case["signer"], "part", data, bytes.fromhex(case["signature"]))
+
+
+def test_projections_of_slices() -> None:
+    case = VECTORS["projections"]
+    vector, members, width = np.arange(3.0 * 1024 + 5) % 7, case["members"], case["width"]
+    found = np.zeros((members, width))
+    packed_signs = hashlib.shake_256(bytes.fromhex(case["key"])).digest(len(vector))
+    signs = np.unpackbits(np.frombuffer(packed_signs, dtype=np.uint8), bitorder="little") * 2.0 - 1.0
+    for index, value in enumerate(vector):
+        place = index // members
+        found[index % members, place % width] += signs[place] * value
+    assert found[:, :4].tolist() == case["first"]
+    assert hashlib.sha256(found.astype("<f4").tobytes()).hexdigest() == case["sha256"]

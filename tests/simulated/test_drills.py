@@ -48,10 +48,17 @@ def test_a_false_tensor_is_ejected_and_costs_no_loss(drill: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drill", [str(attack) for attack in CONDUCT_ATTACKS])
+@pytest.mark.parametrize("drill", [str(attack) for attack in CONDUCT_ATTACKS if attack is not Attack.FALSE_REDUCTION])
 def test_lies_about_others_and_oneself_harm_nobody(drill: str) -> None:
     result = run_drill(drill)
     assert (result.lost, result.honest_ejected, result.honest_quarantined) == (0, 0, 0)
     assert result.loss == pytest.approx(attack_free().loss, rel=0.02)
     if drill == Attack.INJECT:
         assert result.exit_code == 3, result
+
+
+def test_a_false_reduction_is_never_committed_and_ejects_its_owner() -> None:
+    result = run_drill(str(Attack.FALSE_REDUCTION), from_step=8, steps=16)
+    assert result.first_attack_step == result.ejected_step == 8 and result.exit_code == 3
+    assert (result.lost, result.honest_ejected, result.honest_quarantined) == (0, 0, 0)
+    assert result.loss == pytest.approx(run_drill("", steps=16).loss, rel=0.02)
